@@ -1,0 +1,82 @@
+"""FedAvg: average whole models; of nested models, layer by layer.
+
+McMahan et al., AISTATS 2017. https://arxiv.org/abs/1602.05629
+Layer-wise over nested models as in FedIN's Eq. 19: Chan et al., https://arxiv.org/abs/2304.00759
+
+    Client k                                      Server
+    1  w_k <- its layers of w                     4  for every layer l: w_l <- mean of w_k,l over the participants
+    2  E epochs of cross-entropy on D_k                 that have it; a layer nobody has keeps its value
+    3  upload w_k                                 5  broadcast w
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch.nn.functional as F
+
+from raysim import ClientContext, ClientState, ConfigError, Fleet, Method, PerClient, Reply
+from raysim import ServerContext, Task, Weights, get_weights, set_weights, weighted_mean
+
+
+class Download(NamedTuple):
+    model: Weights
+
+
+class Upload(NamedTuple):
+    model: Weights
+
+
+@dataclass
+class Server:
+    weights: Weights  # the union of all clients' layers
+    layers: dict[str, list[str]]  # architecture -> the names of its layers
+
+
+@dataclass(frozen=True)
+class FedAvg(Method[ClientState, Server]):
+    weighting: Literal["samples", "uniform"] = "samples"
+    """How participants are weighted: by n_k as in FedAvg, or equally as in FedIN's Eq. 19."""
+
+    def check(self, fleet: Fleet, task: Task) -> None:
+        shapes: dict[str, tuple[str, object]] = {}
+        for name in dict.fromkeys(fleet.models):
+            for layer, shape in fleet.shapes(name, task).items():
+                other, known = shapes.setdefault(layer, (name, shape))
+                if known != shape:
+                    raise ConfigError(
+                        f"fedavg averages whole models, so all of them must be the same or nested; fleet.models names "
+                        f"{other} and {name}, whose {layer} differ. Try --fleet.models {other}, or --fleet.models resnet"
+                    )
+
+    def init_server(self, ctx: ServerContext) -> Server:
+        weights: Weights = {}
+        layers: dict[str, list[str]] = {}
+        for name in dict.fromkeys(ctx.fleet.models):
+            model = get_weights(ctx.build_model(name))
+            layers[name] = list(model)
+            weights = model | weights  # a layer comes from the first model that has it
+        return Server(weights, layers)
+
+    def broadcast(self, server: Server, cohort: Sequence[int], ctx: ServerContext) -> PerClient | Download:
+        parts = {
+            name: Download({layer: server.weights[layer] for layer in layers})
+            for name, layers in server.layers.items()
+        }
+        if len(parts) == 1:
+            return next(iter(parts.values()))
+        return PerClient({client: parts[ctx.fleet.model_of(client)] for client in cohort})
+
+    def receive(self, client: ClientState, message: Download, ctx: ClientContext) -> None:
+        set_weights(client.model, message.model)
+
+    def client_update(self, client: ClientState, message: Download, ctx: ClientContext) -> Upload:
+        model = client.model
+        ctx.fit(lambda x, y: F.cross_entropy(model(x), y), model)
+        return Upload(get_weights(model))
+
+    def server_update(
+        self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext
+    ) -> None:
+        shares = [reply.num_samples if self.weighting == "samples" else 1 for reply in replies]
+        server.weights |= weighted_mean([reply.payload.model for reply in replies], shares)

@@ -1,0 +1,363 @@
+"""One vocabulary: a field here is the command-line flag, the YAML key and the Tune key.
+
+Defaults < `--config` file < command line: a YAML file is flattened to flags that stand before the user's own, so both
+go through one parser and one style of error. Below `simulation` only plain values travel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from raysim.errors import ConfigError, unknown
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data and how it is dealt to the clients."""
+
+    name: str = "shapes"
+    """Data set: shapes (embedded, procedural), fashion_mnist, cifar10, cifar100, svhn, tiny_imagenet, or parquet:PATH."""
+    root: Path | None = None
+    """Folder that holds the data sets (not needed by shapes). Nothing is downloaded."""
+    samples: int = 16000
+    """Number of images that shapes draws."""
+    classes: int = 10
+    """Number of classes that shapes draws, 2 to 100."""
+    image_size: int | None = None
+    """Resize images to this many pixels a side; None keeps the set's own size (Fashion-MNIST: 32)."""
+    partition: Literal["iid", "dirichlet", "pathological", "classes"] = "dirichlet"
+    """How samples are dealt to clients: iid; dirichlet (FedRE's PRA); pathological (FedRE's PAT); classes (FedMRL's)."""
+    alpha: float = 0.1
+    """Concentration of the Dirichlet partition; smaller is more skewed."""
+    classes_per_client: int = 2
+    """Classes a client holds, for pathological and classes."""
+    low_weight: float = 0.4
+    """Lower end of the slot weights U(low, 1 - low) in the classes partition (FedMRL's LowProb)."""
+    test: Literal["split", "official"] = "split"
+    """Where a client's test data come from: split pools the official parts, deals them and splits each client's share;
+    official deals the official test part in the proportions of the client's training data."""
+    test_fraction: float = 0.25
+    """Share of a client's samples held out for its test, with --data.test split."""
+    augment: Literal["none", "flip", "crop_flip"] = "none"
+    """Random augmentation of training batches: flip, or crop with 4 pixels of padding and flip."""
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """Who the clients are."""
+
+    models: tuple[str, ...] = ("cnn",)
+    """Models or a family (cnn, resnet, slim_resnet, htfe2/3/4/8/9, htm10), dealt to clients cyclically."""
+    feature_dim: int | None = None
+    """Width of the representation. None: the models' own width if they agree, else 512."""
+    mapping: Literal["ap", "mp", "fc"] = "ap"
+    """How a model of another width reaches it: average-pool, max-pool or a linear layer."""
+    gpus: tuple[str, ...] = ()
+    """GPU share by model, such as resnet18=0.25 cnn1=0.1; models not named use --gpus."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Local training, the same for every client."""
+
+    epochs: int = 1
+    """Passes over the client's training data in a round."""
+    batch_size: int = 32
+    """Samples in a step."""
+    lr: float = 0.01
+    """Learning rate."""
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """Optimizer, born anew in every round."""
+    momentum: float = 0.0
+    """Momentum of sgd."""
+    weight_decay: float = 0.0
+    """Weight decay."""
+    clip: float | None = None
+    """Clip the gradient norm of each module to this."""
+    drop_last: bool = True
+    """Leave out an epoch's last batch when it is not full (a client smaller than a batch trains on all it has)."""
+    shuffle: bool = True
+    """Draw a new order of samples in every epoch."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 runs forward passes under autocast."""
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    """Memory layout of images and convolutions."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation; it never changes training."""
+
+    every: int = 1
+    """Evaluate after every so many rounds, and after the last."""
+    clients: str = "all"
+    """Who is evaluated: all, cohort (this round's participants), or a number (a sample of that size, drawn once)."""
+    data: Literal["local", "global"] = "local"
+    """local: each client's own test data; global: the union of all clients' test data, for every client."""
+    per: Literal["client", "architecture"] = "client"
+    """architecture evaluates only the first client of each model (FedIN's protocol, with --eval.data global)."""
+    fresh: bool = True
+    """Deliver the server's newest message before evaluating (on a copy); False evaluates what local training left."""
+    batch_size: int = 256
+    """Samples in an evaluation step."""
+
+
+@dataclass(frozen=True)
+class DriverConfig:
+    """What the driver actor, which runs the server logic, asks Ray for."""
+
+    cpus: float = 0.0
+    """CPUs reserved for the driver; it mostly waits, so 0 leaves all of them to the clients."""
+    gpus: float = 0.0
+    """GPUs reserved for the driver (server-side training runs there)."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Simulate model-heterogeneous federated learning."""
+
+    method: str = "fedre"
+    """Method to run: a file of methods/, a path such as my_method.py, or package.module."""
+    clients: int = 100
+    """Number of simulated clients."""
+    participation: float = 0.1
+    """Share of clients that take part in a round, in (0, 1]."""
+    rounds: int = 40
+    """Communication rounds."""
+    seed: int = 0
+    """Seed of every random draw; same seed, same digest, whatever the backend."""
+    out: Path | None = None
+    """Folder for results. None: runs/METHOD-DATE-TIME."""
+    backend: Literal["ray", "local"] = "ray"
+    """ray: client actors on a cluster; local: the same simulation in this process."""
+    address: str | None = None
+    """Ray cluster to attach to: auto, host:port or ray://host:port. None starts a private one on this machine."""
+    actors: str = "auto"
+    """auto: as many as the cluster fits; clients: one named actor for each client; or a number."""
+    cpus: float = 1.0
+    """CPUs per client actor (torch gets the whole ones as threads)."""
+    gpus: float = 0.0
+    """GPUs per client actor; any fraction."""
+    memory: float | None = None
+    """GiB of memory per client actor that Ray sets aside; None asks for none."""
+    dashboard: bool = True
+    """Start Ray's dashboard (on loopback) with a private cluster."""
+    data: DataConfig = field(default_factory=DataConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    driver: DriverConfig = field(default_factory=DriverConfig)
+    hp: Any = None
+    """Hyper-parameters of the method."""
+    source: str | None = None
+    """Text of the user's own method file; filled in by raysim so that every machine has it."""
+
+    def __post_init__(self) -> None:
+        if self.hp is None or isinstance(self.hp, Mapping):
+            import methods
+
+            if self.source is None:
+                object.__setattr__(self, "source", methods.read_source(self.method))
+            hp = _build(methods.get(self.method, self.source), self.hp or {}, "hp.")
+            object.__setattr__(self, "hp", hp)
+        _validate(self)
+
+    @classmethod
+    def parse(cls, argv: Sequence[str]) -> Config:
+        """The command line as a Config. `--help` and errors of spelling end the process, as argparse does."""
+        import tyro
+
+        import methods
+
+        argv = expand_files(argv)
+        spec = _last_value(argv, "--method") or cls.method
+        hp = methods.get(spec, methods.read_source(spec))
+        typed = _with_hp(hp)
+        return tyro.cli(
+            typed,
+            args=argv,
+            prog="python -m raysim.launch",
+            description=_DESCRIPTION,
+            config=(tyro.conf.FlagConversionOff,),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Config:
+        """The Config in a YAML file, such as a run's own config.yaml."""
+        return cls.parse(["--config", str(path)])
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Config:
+        """The inverse of `to_tree`."""
+        return _build(cls, tree, "")
+
+    def to_tree(self, source: bool = True) -> Tree:
+        """As nested plain values; `source` keeps the text of a user's own method file."""
+        tree = _plain(self)
+        if not source:
+            tree.pop("source")
+        return tree
+
+    def replace(self, changes: Mapping[str, Any]) -> Config:
+        """A copy with dotted keys changed: `config.replace({"train.lr": 0.1, "clients": 10})`."""
+        tree = self.to_tree()
+        for key, value in changes.items():
+            *groups, leaf = key.replace("-", "_").split(".")
+            node = tree
+            for group in groups:
+                node = node.get(group, {}) if isinstance(node, dict) else {}
+            if leaf not in node:
+                raise unknown("setting", key, _dotted(tree), "config")
+            node[leaf] = value
+        if "method" in changes:
+            tree.update(hp={k: v for k, v in tree["hp"].items() if f"hp.{k}" in changes}, source=None)
+        return Config.from_tree(tree)
+
+
+_DESCRIPTION = """\
+Simulate model-heterogeneous federated learning: --clients N of them, each with its own model, on Ray or in-process.
+
+--config FILE reads any of these settings from a YAML file (such as a run's config.yaml); flags given here win over it.
+--hp.* are the settings of the chosen --method."""
+
+
+def _with_hp(method: type) -> type[Config]:
+    """Config with the method's own class as the type of `hp`, and without what is not the user's to type."""
+    import tyro
+
+    hidden = tyro.conf.Suppress[str | None]
+    fields: list[Any] = [
+        ("hp", method, field(default_factory=method)),
+        ("source", hidden, field(default=None)),
+    ]
+    typed = dataclasses.make_dataclass("Config", fields, bases=(Config,), frozen=True)
+    typed.__doc__ = Config.__doc__
+    typed.__module__ = Config.__module__
+    return typed
+
+
+def expand_files(argv: Sequence[str]) -> list[str]:
+    """Replace `--config FILE` by the flags the file means, before all others, so that typed flags win."""
+    from_files: list[str] = []
+    typed: list[str] = []
+    rest = iter(argv)
+    for word in rest:
+        name, equals, value = word.partition("=")
+        if name != "--config":
+            typed.append(word)
+            continue
+        path = value if equals else next(rest, None)
+        if path is None:
+            raise ConfigError("--config needs the path of a YAML file")
+        from_files += flags(read_yaml(Path(path)))
+    return from_files + typed
+
+
+def read_yaml(path: Path) -> Tree:
+    import yaml
+
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot read the file ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"--config {path}: expected settings such as 'clients: 100', got {tree!r}")
+    return tree
+
+
+def flags(tree: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
+    """{'train': {'lr': 0.1}} -> '--train.lr', '0.1'"""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flags(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+            yield from map(str, value if isinstance(value, list) else [value])
+
+
+def _last_value(argv: Sequence[str], flag: str) -> str | None:
+    found = None
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if name == flag:
+            found = value if equals else next(iter(argv[i + 1 : i + 2]), None)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+
+
+def _build(cls: type[Any], tree: Mapping[str, Any], prefix: str) -> Any:
+    """A dataclass from nested plain values; an unknown key is an error that names the nearest known one."""
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    for key in tree:
+        if key not in known:
+            raise unknown("setting", f"{prefix}{key}", [f"{prefix}{name}" for name in known], "config")
+    values = {key: _convert(hints[key], value, f"{prefix}{key}.") for key, value in tree.items()}
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, prefix: str) -> Any:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None:
+        return None
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            return _build(typing.cast(type, kind), value, prefix)
+        if kind is Path:
+            return Path(value)
+        if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
+            return tuple(value)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+    return value
+
+
+def _validate(config: Config) -> None:
+    """Everything that is wrong whatever the data, the fleet or the cluster."""
+
+    def require(holds: bool, flag: str, rule: str, found: object) -> None:
+        if not holds:
+            raise ConfigError(f"--{flag} must be {rule}, got {found}")
+
+    c = config
+    require(c.clients >= 1, "clients", "at least 1", c.clients)
+    require(0 < c.participation <= 1, "participation", "in (0, 1]", c.participation)
+    require(c.rounds >= 1, "rounds", "at least 1", c.rounds)
+    require(c.cpus >= 0, "cpus", "at least 0", c.cpus)
+    require(c.gpus >= 0, "gpus", "at least 0", c.gpus)
+    require(c.memory is None or c.memory > 0, "memory", "more than 0 GiB", c.memory)
+    numbered = c.actors.isdigit() and int(c.actors) >= 1
+    require(numbered or c.actors in ("auto", "clients"), "actors", "auto, clients or a number", c.actors)
+    require(c.train.epochs >= 1, "train.epochs", "at least 1", c.train.epochs)
+    require(c.train.batch_size >= 1, "train.batch-size", "at least 1", c.train.batch_size)
+    require(c.train.lr > 0, "train.lr", "more than 0", c.train.lr)
+    require(c.eval.every >= 1, "eval.every", "at least 1", c.eval.every)
+    require(c.eval.batch_size >= 1, "eval.batch-size", "at least 1", c.eval.batch_size)
+    some = c.eval.clients.isdigit() and int(c.eval.clients) >= 1
+    require(some or c.eval.clients in ("all", "cohort"), "eval.clients", "all, cohort or a number", c.eval.clients)

@@ -1,0 +1,234 @@
+"""What a method is made of.
+
+A method is one frozen dataclass: its fields are the hyper-parameters, its methods are the paper's steps. Hyper-parameters
+are frozen (`self`), state is a dataclass mutated in place, messages are NamedTuples that are returned and copied at the
+wire. The engine calls every step, in this order in a round:
+
+    server                      client
+    1  broadcast            ->  2  receive
+                                3  client_update
+    4  server_update       <-
+    evaluation, on a copy:      receive, predict
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from raysim import ops
+from raysim.config import TrainConfig
+from raysim.data.batches import augment, make_batch
+from raysim.data.dataset import Dataset
+from raysim.errors import ConfigError
+from raysim.fleet import Fleet
+from raysim.task import Task
+from zoo import SplitModel
+
+C = TypeVar("C", bound="ClientState")
+S = TypeVar("S")
+P = TypeVar("P")
+
+
+@dataclass
+class ClientState:
+    """What a client keeps between rounds; subclass it to keep more: modules, tensors, numbers, containers of them.
+
+    Every module must be there after `init_client`; weights that come later are kept as `Weights | None`."""
+
+    model: SplitModel
+
+
+class Reply(NamedTuple, Generic[P]):
+    """What one client of the cohort sent back."""
+
+    client_id: int
+    num_samples: int
+    payload: P
+
+
+class PerClient(dict[int, Any]):
+    """A different message for each client, by id; any other value goes to all of them."""
+
+
+class Cohort(Protocol):
+    """The clients of this round, as the server sees them."""
+
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+    def call(self, step: Callable[..., Any], message: Any) -> list[Reply[Any]]:
+        """Run a step of the method on every client and return their replies in the order of their ids."""
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What the server may know. Read-only."""
+
+    round: int
+    num_clients: int
+    task: Task
+    fleet: Fleet
+    device: torch.device
+
+    def build_model(self, name: str | None = None, feature_dim: int | None = None) -> SplitModel:
+        """A fresh model; by default the fleet's first."""
+        return self.fleet.build(name or self.fleet.models[0], self.task, feature_dim).to(self.device)
+
+    def build_head(self) -> nn.Linear:
+        """A fresh classifier on the fleet's common representation."""
+        return nn.Linear(self.fleet.feature_dim, self.task.num_classes, device=self.device)
+
+
+@dataclass(frozen=True)
+class ClientContext:
+    """What a client may know: itself, its data and how to train. Read-only."""
+
+    client_id: int
+    round: int
+    task: Task
+    fleet: Fleet
+    train: TrainConfig
+    device: torch.device
+    dataset: Dataset
+    indices: np.ndarray[Any, np.dtype[np.int64]]
+    augmentation: str
+    eval_batch_size: int
+    losses: list[float]
+
+    @property
+    def model_name(self) -> str:
+        return self.fleet.model_of(self.client_id)
+
+    @property
+    def num_samples(self) -> int:
+        """Size of the client's training data."""
+        return len(self.indices)
+
+    @property
+    def labels(self) -> Tensor:
+        """Labels of the client's training data."""
+        return torch.as_tensor(self.dataset.labels[self.indices], device=self.device)
+
+    def build_model(self, name: str | None = None, feature_dim: int | None = None) -> SplitModel:
+        """A fresh model; by default one like the client's own."""
+        return self.fleet.build(name or self.model_name, self.task, feature_dim).to(self.device)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """One epoch of training batches, in a new random order."""
+        n, size = self.num_samples, self.train.batch_size
+        order = self.indices[torch.randperm(n).numpy()] if self.train.shuffle else self.indices
+        for start in range(0, n, size):
+            rows = order[start : start + size]
+            # A last batch of one sample has no batch statistics, so it is left out too if there were others.
+            if start and len(rows) < (size if self.train.drop_last else 2):
+                return
+            x, y = self._batch(rows)
+            yield augment(x, self.augmentation), y
+
+    def samples(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every training sample once, in order and not augmented."""
+        for start in range(0, self.num_samples, self.eval_batch_size):
+            yield self._batch(self.indices[start : start + self.eval_batch_size])
+
+    def _batch(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
+        return make_batch(self.dataset, rows, self.device, self.train.memory_format)
+
+    def fit(self, loss: ops.Loss, *modules: nn.Module, lr: float | None = None) -> float:
+        """Train modules for the configured epochs on `loss(x, y)`, the paper's equation as a closure. Returns the mean
+        loss of a sample, which also becomes the client's training loss in the records."""
+        mean = ops.train(loss, modules, self.batches, self.train, self.device.type, lr)
+        self.losses.append(mean)
+        return mean
+
+    def autocast(self) -> torch.autocast:
+        """The precision of --train.precision, for forward passes outside `fit`."""
+        return ops.autocast(self.train.precision, self.device.type)
+
+
+@dataclass(frozen=True)
+class Method(Generic[C, S]):
+    """Subclass with your hyper-parameters as fields, each followed by a docstring: that is its `--hp.` help."""
+
+    same_models: ClassVar[str] = ""
+    """Why every client needs the same architecture; empty when models may differ."""
+    same_width: ClassVar[str] = ""
+    """Why representations need one width; empty when widths may differ."""
+
+    def check(self, fleet: Fleet, task: Task) -> None:
+        """Refuse, before anything starts, what this method cannot run: raise ConfigError naming the flag."""
+
+    def init_server(self, ctx: ServerContext) -> S:
+        raise NotImplementedError(f"{type(self).__name__} needs init_server")
+
+    def init_client(self, model: SplitModel, ctx: ClientContext) -> C:
+        return ClientState(model)  # type: ignore[return-value]
+
+    def broadcast(self, server: S, cohort: Sequence[int]) -> Any:
+        """The message to the cohort; a PerClient gives each its own, None sends nothing."""
+        return None
+
+    def receive(self, client: C, message: Any, ctx: ClientContext) -> None:
+        """Take the message in. Also called before evaluation, on a copy."""
+
+    def client_update(self, client: C, message: Any, ctx: ClientContext) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} needs client_update")
+
+    def server_update(self, server: S, replies: Sequence[Reply[Any]], ctx: ServerContext) -> None:
+        """Learn from the replies, which come in the order of client ids."""
+
+    def predict(self, client: C, x: Tensor) -> Tensor:
+        """Scores of the classes, (batch, classes); the largest is the answer, -inf means "never"."""
+        return client.model(x)
+
+    def round(self, server: S, cohort: Cohort, ctx: ServerContext) -> None:
+        """One round; override it to talk to the clients more than once."""
+        message = self.broadcast(server, cohort.ids)
+        replies = cohort.call(self.client_update, message)
+        self.server_update(server, replies, ctx)
+
+    @classmethod
+    def messages(cls) -> dict[str, type]:
+        """The NamedTuples of the method's file (and its bases'), by name: what may be rebuilt from the wire."""
+        found: dict[str, type] = {}
+        for base in reversed(cls.__mro__):
+            for name, value in vars(sys.modules[base.__module__]).items():
+                if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
+                    found[name] = value
+        return found
+
+
+def check(method: Method[Any, Any], fleet: Fleet, task: Task, name: str) -> None:
+    """Everything that can be known of a method and a fleet before a run starts."""
+    distinct = list(dict.fromkeys(fleet.models))
+    if method.same_models and len(distinct) > 1:
+        raise ConfigError(
+            f"{name} {method.same_models}, so every client needs the same model; fleet.models names "
+            f"{len(distinct)}. Try --fleet.models {distinct[0]}"
+        )
+    method.check(fleet, task)
+
+
+def state_tree(state: Any) -> dict[str, Any]:
+    """A state dataclass as a tree for the wire: modules become their weights."""
+    values = {field.name: getattr(state, field.name) for field in fields(state)}
+    return {
+        name: ops.get_weights(value) if isinstance(value, nn.Module) else value
+        for name, value in values.items()
+    }
+
+
+def load_state(state: Any, tree: dict[str, Any]) -> None:
+    """The inverse of `state_tree`, into a state of the same structure, in place."""
+    for field in fields(state):
+        current = getattr(state, field.name)
+        if isinstance(current, nn.Module):
+            ops.set_weights(current, tree[field.name])
+        else:
+            setattr(state, field.name, tree[field.name])

@@ -1,0 +1,185 @@
+"""What a run writes down: Parquet files that can be read at any moment, up to the last round.
+
+Each file is written aside and renamed, so a reader, or a crash, never meets half of one.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from raysim.config import Config
+from raysim.data.partition import Split
+from raysim.errors import RunError
+from raysim.fleet import Fleet
+
+Row = dict[str, Any]
+
+FILES = ("config.yaml", "rounds.parquet", "clients.parquet", "messages.parquet", "split.parquet")
+SUMMARY = "summary.json"
+
+_INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
+ROUNDS = pa.schema(
+    {
+        "round": _INT, "cohort": _INT, "train_loss": _FLOAT,
+        "accuracy": _FLOAT, "accuracy_mean": _FLOAT, "accuracy_std": _FLOAT, "test_loss": _FLOAT,
+        "scalars_up": _INT, "scalars_down": _INT, "bytes_up": _INT, "bytes_down": _INT,
+        "seconds": _FLOAT, "train_seconds": _FLOAT, "eval_seconds": _FLOAT, "server_seconds": _FLOAT,
+    }
+)  # fmt: skip
+CLIENTS = pa.schema(
+    {
+        "round": _INT, "client": _INT, "model": _TEXT, "phase": _TEXT,
+        "samples": _INT, "loss": _FLOAT, "accuracy": _FLOAT, "seconds": _FLOAT,
+    }
+)  # fmt: skip
+MESSAGES = pa.schema(
+    {
+        "round": _INT, "client": _INT, "step": _TEXT, "direction": _TEXT, "field": _TEXT,
+        "scalars": _INT, "numbers": _INT, "bytes": _INT,
+    }
+)  # fmt: skip
+
+
+class Table:
+    """Rows that grow, kept as Arrow and rewritten as one Parquet file."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path = path
+        self.schema = schema
+        self._done = schema.empty_table()
+        self._cost = 0.0
+        self._written = 0.0
+
+    def append(self, rows: Sequence[Row]) -> None:
+        fresh = pa.Table.from_pylist(list(rows), self.schema)
+        self._done = pa.concat_tables([self._done, fresh]).combine_chunks()
+
+    def write(self, last: bool = False) -> None:
+        """Rewrite the file, unless that took more than 2 % of the time since it was last done: then at a later round,
+        or at the end."""
+        now = time.perf_counter()
+        if not last and self._cost > 0.02 * (now - self._written):
+            return
+        write_parquet(self._done, self.path)
+        self._written = time.perf_counter()
+        self._cost = self._written - now
+
+    def view(self) -> pa.Table:
+        return self._done
+
+
+class Recorder:
+    """The files of one run."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.rounds: dict[int, Row] = {}
+        self.clients = Table(out / "clients.parquet", CLIENTS)
+        self.messages = Table(out / "messages.parquet", MESSAGES)
+
+    def open(self, config: Config, fleet: Fleet, split: Split, labels: Any, classes: int) -> None:
+        """Write what is known before the first round."""
+        refuse_used(self.out)
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_text(self.out / "config.yaml", config_yaml(config))
+        if config.source is not None:
+            write_text(self.out / "method.py", config.source)
+        write_parquet(split_table(fleet, split, labels, classes), self.out / "split.parquet")
+        self.write(last=True)
+
+    def round(self, number: int, **values: Any) -> None:
+        """Add to what is known of a round."""
+        self.rounds.setdefault(number, {"round": number}).update(values)
+
+    def rounds_view(self) -> pa.Table:
+        rows = [self.rounds[number] for number in sorted(self.rounds)]
+        return pa.Table.from_pylist(rows, ROUNDS)
+
+    def write(self, last: bool = False) -> None:
+        write_parquet(self.rounds_view(), self.out / "rounds.parquet")
+        self.clients.write(last)
+        self.messages.write(last)
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """The summary comes last: a folder that has one holds a finished run."""
+        self.write(last=True)
+        write_text(self.out / SUMMARY, json.dumps(_finite(summary), indent=2) + "\n")
+
+
+def refuse_used(out: Path) -> None:
+    """A run never writes over another."""
+    if out.exists() and not out.is_dir():
+        raise RunError(f"--out {out} is a file; name a folder")
+    used = [name for name in (*FILES, SUMMARY) if (out / name).exists()]
+    if used:
+        raise RunError(f"--out {out} already holds a run ({used[0]}); name another folder or remove it")
+
+
+def config_yaml(config: Config) -> str:
+    tree = config.to_tree(source=False)
+    tree.pop("out")
+    if config.source is not None:
+        tree["method"] = str(Path(config.method).resolve())
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def split_table(fleet: Fleet, split: Split, labels: Any, classes: int) -> pa.Table:
+    """One row for each client and part: how many samples of each class, and which ones."""
+    counts = split.class_table(labels, classes)
+    ids = range(split.num_clients)
+    parts = [("train", 0, split.train), ("test", 1, split.test)]
+    rows = [(c, name, counts[c, i], part(c)) for c in ids for name, i, part in parts]
+    table = pa.table(
+        {
+            "client": pa.array([c for c, *_ in rows], _INT),
+            "model": pa.array([fleet.model_of(c) for c, *_ in rows], _TEXT),
+            "part": pa.array([name for _, name, *_ in rows], _TEXT),
+            "samples": pa.array([len(indices) for *_, indices in rows], _INT),
+            "classes": pa.array([count for *_, count, _ in rows], pa.list_(_INT)),
+            "indices": pa.array([indices for *_, indices in rows], pa.list_(_INT)),
+        }
+    )
+    return table.replace_schema_metadata({"split_digest": split.digest()})
+
+
+def versions() -> dict[str, str]:
+    packages = ("raysim", "ray", "torch", "numpy", "pyarrow")
+    return {"python": platform.python_version()} | {p: _version(p) for p in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    pq.write_table(table, aside)
+    os.replace(aside, path)
+
+
+def write_text(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text)
+    os.replace(aside, path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

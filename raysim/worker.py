@@ -1,0 +1,192 @@
+"""Runs one client step. The only caller of client code: the local backend holds one Worker, each Ray actor another.
+
+State in, state out: a Worker keeps no truth. What it does keep can always be rebuilt: one built client for each
+architecture, into which the state of whoever is next is loaded.
+"""
+
+import time
+import traceback
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raysim import ops, wire
+from raysim.config import Config
+from raysim.data.dataset import Dataset
+from raysim.data.partition import Split
+from raysim.fleet import Fleet
+from raysim.method import ClientContext, load_state, state_tree
+from raysim.seeding import seeded
+from raysim.wire import Packed, Size
+
+EVALUATE = "evaluate"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One step for one client."""
+
+    step: str
+    """A step of the method, or `evaluate`."""
+    client_id: int
+    round: int
+    keep: bool
+    """Whether a state comes out: after a step of the method the changed one, after an evaluation the untouched one."""
+
+
+class Evaluation(NamedTuple):
+    correct: int
+    samples: int
+    loss: float
+    """Mean cross-entropy of a sample; may be infinite for methods that give some classes no score."""
+
+
+class Failure(NamedTuple):
+    message: str
+    traceback: str
+
+
+class Outcome(NamedTuple):
+    """What a job gives back besides the state."""
+
+    payload: Packed | None = None
+    sizes: tuple[Size, ...] = ()
+    samples: int = 0
+    loss: float | None = None
+    evaluation: Evaluation | None = None
+    seconds: float = 0.0
+    failure: Failure | None = None
+
+
+class Worker:
+    """Plays any client."""
+
+    def __init__(
+        self, config: Config, fleet: Fleet, dataset: Dataset, split: Split, device: torch.device
+    ) -> None:
+        self.config = config
+        self.method = config.hp
+        self.fleet = fleet
+        self.dataset = dataset
+        self.split = split
+        self.device = device
+        self.messages = self.method.messages()
+        self._built: dict[str, Any] = {}
+
+    def run(self, job: Job, state: Packed | None, message: Packed) -> tuple[Packed | None, Outcome]:
+        """Do a job. A failure comes back as a value: it must reach the server whole, not as a pickled exception."""
+        started = time.perf_counter()
+        try:
+            new, outcome = self._run(job, state, message)
+        except Exception as error:
+            self._built.clear()  # whatever the step left behind
+            text = f"{type(error).__name__}: {error}"
+            return None, Outcome(failure=Failure(text, traceback.format_exc()))
+        return new, outcome._replace(seconds=time.perf_counter() - started)
+
+    def _run(self, job: Job, state: Packed | None, message: Packed) -> tuple[Packed | None, Outcome]:
+        ctx = self._context(job)
+        client = self._wake(job.client_id, state, ctx)
+        content = _to(wire.unpack(message, self.messages), self.device)
+        newborn = wire.pack(state_tree(client)) if job.step == EVALUATE and job.keep else None
+        with seeded(self.config.seed, job.step, job.round, job.client_id):
+            if job.step == EVALUATE:
+                outcome = self._evaluate(client, content, ctx)
+            else:
+                outcome = self._step(job.step, client, content, ctx)
+        for module in _modules(client):
+            module.zero_grad(set_to_none=True)
+        if job.step == EVALUATE or not job.keep:
+            return newborn, outcome
+        return wire.pack(state_tree(client)), outcome
+
+    def _step(self, step: str, client: Any, message: Any, ctx: ClientContext) -> Outcome:
+        for module in _modules(client):
+            module.train()
+        if step == "client_update":
+            self.method.receive(client, message, ctx)
+        payload = getattr(self.method, step)(client, message, ctx)
+        wire.check_finite(payload, "payload")
+        return Outcome(
+            payload=wire.pack(payload, "payload"),
+            sizes=tuple(wire.measure(payload, "payload")),
+            samples=ctx.num_samples,
+            loss=ctx.losses[-1] if ctx.losses else None,
+        )
+
+    def _evaluate(self, client: Any, message: Any, ctx: ClientContext) -> Outcome:
+        if self.config.eval.fresh:
+            self.method.receive(client, message, ctx)
+        rows = self._test_rows(ctx.client_id)
+        ctx = replace(ctx, indices=rows)
+        correct, loss = 0, 0.0
+        with ops.evaluating(*_modules(client)), ctx.autocast():
+            for x, y in ctx.samples():
+                scores = self.method.predict(client, x).float()
+                best, guess = scores.max(dim=1)
+                correct += int(((guess == y) & best.isfinite()).sum())
+                loss += float(F.cross_entropy(scores, y, reduction="sum"))
+        mean = loss / len(rows) if len(rows) else float("nan")
+        return Outcome(evaluation=Evaluation(correct, len(rows), mean), samples=len(rows))
+
+    def _test_rows(self, client_id: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if self.config.eval.data == "local":
+            return self.split.test(client_id)
+        return self.split.all_test()
+
+    def _context(self, job: Job) -> ClientContext:
+        return ClientContext(
+            client_id=job.client_id,
+            round=job.round,
+            task=self.dataset.task,
+            fleet=self.fleet,
+            train=self.config.train,
+            device=self.device,
+            dataset=self.dataset,
+            indices=self.split.train(job.client_id),
+            augmentation=self.config.data.augment,
+            eval_batch_size=self.config.eval.batch_size,
+            losses=[],
+        )
+
+    def _wake(self, client_id: int, state: Packed | None, ctx: ClientContext) -> Any:
+        """The client as it was left; one that was never here comes to life, the same wherever that happens."""
+        name = self.fleet.model_of(client_id)
+        if state is None or name not in self._built:
+            with seeded(self.config.seed, "init_client", client=client_id):
+                client = self.method.init_client(ctx.build_model(), ctx)
+            layout = self.config.train.memory_format
+            for module in _modules(client):
+                if layout == "channels_last":
+                    module.to(self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+                else:
+                    module.to(self.device)
+            self._built[name] = client
+        client = self._built[name]
+        if state is not None:
+            load_state(client, _to(wire.unpack(state, self.messages), self.device))
+        return client
+
+
+def _modules(client: Any) -> list[nn.Module]:
+    values = (getattr(client, field.name) for field in fields(client))
+    return [value for value in values if isinstance(value, nn.Module)]
+
+
+def _to(tree: Any, device: torch.device) -> Any:
+    """Tensors that a client keeps outside modules live on its device; the rest of the tree is as it was."""
+    if device.type == "cpu":
+        return tree
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, dict):
+        return {key: _to(value, device) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_to(value, device) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(_to(value, device) for value in tree)
+    return tree
