@@ -25,8 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zoo
 from raysim import ClientContext, ClientState, ConfigError, Fleet, Method, Reply, ServerContext
 from raysim import Task, Weights, get_weights, set_weights, weighted_mean
+from raysim.errors import unknown
 from zoo import SplitModel
 
 
@@ -68,7 +70,8 @@ class FedMRL(Method[Client, Server]):
                 f"--hp.d1 must be between 1 and the clients' width d2 = {fleet.feature_dim}, got {self.d1}. "
                 f"Try --hp.d1 {fleet.feature_dim} or a larger --fleet.feature-dim"
             )
-        fleet.check_model(self.shared_model, "hp.shared_model")
+        if self.shared_model not in zoo.names():
+            raise unknown("model", self.shared_model, zoo.names(), "--hp.shared-model")
 
     def init_server(self, ctx: ServerContext) -> Server:
         return Server(shared=ctx.build_model(self.shared_model, feature_dim=self.d1))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from raysim import ClientContext, ClientState, Method, Reply, ServerContext, Uncounted
 from raysim import class_means, evaluating
+from zoo import SplitModel
 
 
 class Download(NamedTuple):
@@ -62,7 +63,7 @@ class FedProto(Method[Client, Server]):
     def init_server(self, ctx: ServerContext) -> Server:
         return Server(torch.zeros(0, ctx.fleet.feature_dim), torch.zeros(0, dtype=torch.int64))
 
-    def init_client(self, model, ctx: ClientContext) -> Client:  # type: ignore[no-untyped-def]
+    def init_client(self, model: SplitModel, ctx: ClientContext) -> Client:
         size = ctx.task.num_classes, model.feature_dim
         return Client(
             model,

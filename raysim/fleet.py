@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
+
 import zoo
 from raysim.config import FleetConfig
 from raysim.errors import ConfigError, unknown
+from raysim.seeding import seeded
 from raysim.task import Task
 from zoo import SplitModel
 
@@ -28,6 +31,12 @@ class Fleet:
     def build(self, name: str, task: Task, feature_dim: int | None = None) -> SplitModel:
         return zoo.build(name, task, feature_dim or self.feature_dim, self.mapping)
 
+    def shapes(self, name: str, task: Task) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a model's weights; no memory is spent on them."""
+        with torch.device("meta"), seeded(0, "shapes"):
+            weights = self.build(name, task).state_dict()
+        return {key: tuple(tensor.shape) for key, tensor in weights.items()}
+
     def parameter_count(self, name: str, task: Task) -> int:
         return zoo.parameter_count(name, task, self.feature_dim)
 
@@ -43,10 +52,10 @@ def assemble(config: FleetConfig, task: Task) -> Fleet:
     if width is None:
         native = {zoo.native_dim(name, task) for name in models}
         width = native.pop() if len(native) == 1 else 512
-    return Fleet(models, width, config.mapping, _shares(config.gpus, models))
+    return Fleet(models, width, config.mapping, gpu_shares(config.gpus, models))
 
 
-def _shares(entries: tuple[str, ...], models: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
+def gpu_shares(entries: tuple[str, ...], models: tuple[str, ...]) -> tuple[tuple[str, float], ...]:
     shares = []
     for entry in entries:
         name, equals, text = entry.partition("=")

@@ -170,7 +170,7 @@ class Method(Generic[C, S]):
     def init_client(self, model: SplitModel, ctx: ClientContext) -> C:
         return ClientState(model)  # type: ignore[return-value]
 
-    def broadcast(self, server: S, cohort: Sequence[int]) -> Any:
+    def broadcast(self, server: S, cohort: Sequence[int], ctx: ServerContext) -> Any:
         """The message to the cohort; a PerClient gives each its own, None sends nothing."""
         return None
 
@@ -189,7 +189,7 @@ class Method(Generic[C, S]):
 
     def round(self, server: S, cohort: Cohort, ctx: ServerContext) -> None:
         """One round; override it to talk to the clients more than once."""
-        message = self.broadcast(server, cohort.ids)
+        message = self.broadcast(server, cohort.ids, ctx)
         replies = cohort.call(self.client_update, message)
         self.server_update(server, replies, ctx)
 

@@ -156,7 +156,8 @@ class Simulation:
             config.seed, config.eval.clients, config.eval.per, config.clients, self.fleet.model_of, ids
         )
         with seeded(config.seed, "evaluation", number):
-            message = self.method.broadcast(self.server, ids) if config.eval.fresh else None
+            fresh = config.eval.fresh
+            message = self.method.broadcast(self.server, ids, self._context(number)) if fresh else None
         shared = self.share(message, ids, "message")
         jobs = [(Job(EVALUATE, client, number, False), shared[client]) for client in ids]
         return _Evaluation(number, ids, self.backend.submit(jobs, urgent=False))

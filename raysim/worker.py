@@ -59,6 +59,7 @@ class Outcome(NamedTuple):
     loss: float | None = None
     evaluation: Evaluation | None = None
     seconds: float = 0.0
+    state_bytes: int = 0
     failure: Failure | None = None
 
 
@@ -86,7 +87,8 @@ class Worker:
             self._built.clear()  # whatever the step left behind
             text = f"{type(error).__name__}: {error}"
             return None, Outcome(failure=Failure(text, traceback.format_exc()))
-        return new, outcome._replace(seconds=time.perf_counter() - started)
+        size = 0 if new is None else new.nbytes
+        return new, outcome._replace(seconds=time.perf_counter() - started, state_bytes=size)
 
     def _run(self, job: Job, state: Packed | None, message: Packed) -> tuple[Packed | None, Outcome]:
         ctx = self._context(job)

@@ -1,0 +1,62 @@
+"""Joining a Ray cluster, or starting a private one on this machine."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from raysim.config import Config
+from raysim.errors import ClusterError
+
+# Ray's own future defaults, chosen now so that it need not warn about them; and nothing is reported to anyone.
+_ENVIRONMENT = {
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+@contextmanager
+def connected(config: Config) -> Iterator[str | None]:
+    """A connection for a block; yields the dashboard's address. A cluster that was already joined by this process is
+    used as it is and left alone."""
+    if ray.is_initialized():
+        yield None
+        return
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    context = _attach(config.address) if config.address else _start(config.dashboard)
+    try:
+        yield context.dashboard_url or None
+    finally:
+        ray.shutdown()
+
+
+def _start(dashboard: bool) -> "ray._private.worker.BaseContext":
+    return ray.init(
+        address="local",  # never join a cluster the user did not name
+        include_dashboard=dashboard,
+        dashboard_host="127.0.0.1",
+        logging_level=logging.WARNING,
+        namespace="raysim",
+    )
+
+
+def _attach(address: str) -> "ray._private.worker.BaseContext":
+    """The other nodes get this code, whatever is installed there."""
+    root = Path(__file__).resolve().parent.parent
+    packages = [str(root / name) for name in ("raysim", "methods", "zoo")]
+    try:
+        return ray.init(
+            address=address,
+            runtime_env={"py_modules": packages, "excludes": ["__pycache__"]},
+            logging_level=logging.WARNING,
+            namespace="raysim",
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ClusterError(
+            f"cannot reach a Ray cluster at --address {address}: {error}\n"
+            "Start one with 'ray start --head', or leave --address out to run on this machine alone"
+        ) from error

@@ -1,0 +1,115 @@
+"""What a run gives back, to a notebook or a script."""
+
+import json
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raysim.config import Config
+from raysim.console import Console, make_console
+from raysim.errors import ClientError, RaysimError, RunError
+from raysim.events import Failed, Finished
+from raysim.record import SUMMARY
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run's folder, as tables. Each is an Arrow table: `result.rounds.to_pandas()`."""
+
+    out: Path
+
+    @classmethod
+    def load(cls, out: str | Path) -> "Result":
+        """A run that was made before, finished or not."""
+        folder = Path(out)
+        if not (folder / "config.yaml").exists():
+            raise RunError(f"{folder} does not hold a run (it has no config.yaml)")
+        return cls(folder)
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The contents of summary.json."""
+        path = self.out / SUMMARY
+        if not path.exists():
+            raise RunError(f"{self.out} holds a run that did not finish (it has no {SUMMARY})")
+        summary: dict[str, Any] = json.loads(path.read_text())
+        return summary
+
+    @cached_property
+    def rounds(self) -> pa.Table:
+        """One row a round: accuracy, losses, traffic, seconds."""
+        return pq.read_table(self.out / "rounds.parquet")
+
+    @cached_property
+    def clients(self) -> pa.Table:
+        """One row for each client that trained or was evaluated in a round."""
+        return pq.read_table(self.out / "clients.parquet")
+
+    @cached_property
+    def messages(self) -> pa.Table:
+        """The ledger: one row for each field of each message."""
+        return pq.read_table(self.out / "messages.parquet")
+
+    @cached_property
+    def split(self) -> pa.Table:
+        """Which samples each client holds, and how many of each class."""
+        return pq.read_table(self.out / "split.parquet")
+
+    @property
+    def config(self) -> Config:
+        return Config.load(self.out / "config.yaml")
+
+    @property
+    def digest(self) -> str:
+        return str(self.summary["digest"])
+
+    @property
+    def accuracy(self) -> float:
+        """Final accuracy, sample-weighted."""
+        return float(self.summary["final"]["accuracy"])
+
+
+def run(config: Config, console: Console | None = None, started: float | None = None) -> Result:
+    """Simulate, and return what the run left. Raises a RaysimError when it could not."""
+    from raysim.simulation import default_out, preflight
+
+    started = time.time() if started is None else started
+    config = default_out(config)
+    assert config.out is not None
+    preflight(config)
+    console = console or make_console()
+    try:
+        if config.backend == "local":
+            _run_here(config, console, started)
+        else:
+            from raysim.driver import drive
+
+            end = drive(config, console, started)
+            if isinstance(end, Failed):
+                raise _error(end)
+    finally:
+        console.close()
+    return Result.load(config.out)
+
+
+def _run_here(config: Config, console: Console, started: float) -> Finished:
+    from raysim.backends.local import LocalBackend
+    from raysim.simulation import Simulation
+
+    backend = LocalBackend(console.status)
+    try:
+        return Finished(Simulation(config, backend, console.show, started).run())
+    finally:
+        backend.close()
+
+
+def _error(end: Failed) -> RaysimError:
+    """What happened in the driver actor, as an exception here."""
+    error = ClientError(end.message, end.traceback)
+    error.exit_code = end.exit_code
+    return error
