@@ -39,7 +39,7 @@ def _start(dashboard: bool) -> "ray._private.worker.BaseContext":
         address="local",  # never join a cluster the user did not name
         include_dashboard=dashboard,
         dashboard_host="127.0.0.1",
-        logging_level=logging.WARNING,
+        logging_level=logging.ERROR,
         namespace="raysim",
     )
 
@@ -52,7 +52,7 @@ def _attach(address: str) -> "ray._private.worker.BaseContext":
         return ray.init(
             address=address,
             runtime_env={"py_modules": packages, "excludes": ["__pycache__"]},
-            logging_level=logging.WARNING,
+            logging_level=logging.ERROR,
             namespace="raysim",
         )
     except (ConnectionError, ValueError, RuntimeError) as error:

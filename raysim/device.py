@@ -1,6 +1,11 @@
-"""Which device this process may use: what Ray assigned, not what the machine has."""
+"""What this process may use: the device that Ray assigned, not what the machine has; and memory."""
+
+import ctypes
+import sys
 
 import torch
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def assigned_device(gpu_share: float) -> torch.device:
@@ -15,3 +20,12 @@ def assigned_device(gpu_share: float) -> torch.device:
     if gpu_share < 1:
         torch.cuda.set_per_process_memory_fraction(gpu_share, device)
     return device
+
+
+def keep_freed_memory(bytes: int = 2**28) -> None:
+    """Tell glibc to keep what a training step frees, since the next step takes the same megabytes again. Handing them
+    back and forth to the system costs cnn1 a quarter of its speed."""
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, bytes)
+        libc.mallopt(_M_TRIM_THRESHOLD, bytes)

@@ -138,9 +138,10 @@ def _follow(driver: Any, console: Console, out: Path) -> Finished | Failed:
         events, load, over = ray.get(driver.poll.remote(seen))
         seen += len(events)
         for event in events:
-            console.show(event)
             if isinstance(event, Finished | Failed):
                 end = event
+            if not isinstance(event, Failed):  # the launcher reports those, whichever backend they came from
+                console.show(event)
         console.status(*load)
     if end is None:
         raise ClusterError("the driver ended without a result")

@@ -5,12 +5,14 @@ import sys
 import time
 from collections.abc import Sequence
 
+import psutil
+
 from raysim.errors import RaysimError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 the run failed, 2 the command cannot be run, 130 interrupted."""
-    started = time.time()
+    started = psutil.Process().create_time() if argv is None else time.time()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     from raysim.config import Config
     from raysim.result import run

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim import ops
+from raysim import ops, wire
 from raysim.config import TrainConfig
 from raysim.data.batches import augment, make_batch
 from raysim.data.dataset import Dataset
@@ -147,7 +148,7 @@ class ClientContext:
         self.losses.append(mean)
         return mean
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[Any]:
         """The precision of --train.precision, for forward passes outside `fit`."""
         return ops.autocast(self.train.precision, self.device.type)
 
@@ -224,11 +225,16 @@ def state_tree(state: Any) -> dict[str, Any]:
     }
 
 
-def load_state(state: Any, tree: dict[str, Any]) -> None:
-    """The inverse of `state_tree`, into a state of the same structure, in place."""
+def load_state(state: Any, tree: dict[str, Any], device: torch.device) -> None:
+    """The inverse of `state_tree`, into a state of the same structure, in place. Copies: the tree may be borrowed
+    memory."""
     for field in fields(state):
         current = getattr(state, field.name)
         if isinstance(current, nn.Module):
             ops.set_weights(current, tree[field.name])
         else:
-            setattr(state, field.name, tree[field.name])
+            setattr(state, field.name, wire.map_tensors(tree[field.name], lambda t: _own(t, device)))
+
+
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.clone() if device.type == "cpu" else tensor.to(device)

@@ -1,7 +1,7 @@
 """Small operations that many methods share."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,8 +77,9 @@ def class_means(features: Callable[[Tensor], Tensor], batches: Batches) -> tuple
     return sums[classes] / counts[classes].unsqueeze(1), classes
 
 
-def autocast(precision: str, device: str) -> torch.autocast:
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=precision == "bf16")
+def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
+    """A context, good for many uses, in which forward passes run at `precision`."""
+    return torch.autocast(device, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def make_optimizer(modules: Sequence[nn.Module], train: TrainConfig, lr: float | None = None) -> torch.optim.Optimizer:
@@ -102,11 +103,12 @@ def train(
 ) -> float:
     """The training loop of a client: `config.epochs` passes over `batches()`. Returns the mean loss of a sample."""
     optimizer = make_optimizer(modules, config, lr)
+    forward = autocast(config.precision, device)
     total, count = torch.zeros((), device=device), 0
     for _ in range(config.epochs):
         for x, y in batches():
             optimizer.zero_grad(set_to_none=True)
-            with autocast(config.precision, device), single_sample(modules, len(x)):
+            with forward, single_sample(modules, len(x)):
                 value = loss(x, y)
             value.backward()  # type: ignore[no-untyped-call]
             if config.clip is not None:

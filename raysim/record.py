@@ -33,7 +33,8 @@ ROUNDS = pa.schema(
         "round": _INT, "cohort": _INT, "train_loss": _FLOAT,
         "accuracy": _FLOAT, "accuracy_mean": _FLOAT, "accuracy_std": _FLOAT, "test_loss": _FLOAT,
         "scalars_up": _INT, "scalars_down": _INT, "bytes_up": _INT, "bytes_down": _INT,
-        "seconds": _FLOAT, "train_seconds": _FLOAT, "eval_seconds": _FLOAT, "server_seconds": _FLOAT,
+        "elapsed": _FLOAT, "seconds": _FLOAT,
+        "train_seconds": _FLOAT, "eval_seconds": _FLOAT, "server_seconds": _FLOAT,
     }
 )  # fmt: skip
 CLIENTS = pa.schema(

@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 
 from raysim import data, method as method_module, schedule, wire
 from raysim.backends import Backend, Setup
@@ -123,7 +122,8 @@ class Simulation:
         loss = sum(value * n for value, n in weights) / total if total else None
         traffic = cohort.traffic()
         self.recorder.round(
-            number, cohort=len(ids), train_loss=loss, **traffic, seconds=seconds,
+            number, cohort=len(ids), train_loss=loss, **traffic,
+            elapsed=time.time() - self.first_round, seconds=seconds,
             train_seconds=training, server_seconds=seconds - cohort.waited,
         )  # fmt: skip
         self.recorder.clients.append(
@@ -252,7 +252,7 @@ class Simulation:
         sha.update(wire.pack(server, "server").digest().encode())
         for client, state in self.backend.states():
             sha.update(f"{client}:{state.digest()}".encode())
-        history = [{k: v for k, v in row.items() if not k.endswith("seconds")} for row in rows]
+        history = [{k: v for k, v in row.items() if k != "elapsed" and not k.endswith("seconds")} for row in rows]
         sha.update(json.dumps(history, sort_keys=True).encode())
         return sha.hexdigest()
 

@@ -5,11 +5,12 @@ header and one contiguous buffer; `unpack` builds it again with fresh memory, so
 receiver. Decoding runs no code: a NamedTuple is rebuilt only from the classes the reader passes in.
 """
 
+import ctypes
 import hashlib
 import json
 import math
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -127,7 +128,20 @@ def unpack(packed: Packed, types: Mapping[str, type] | None = None) -> Any:
     """Decode into fresh, writable memory. `types` are the NamedTuple classes that may be rebuilt, by name."""
     storage = torch.empty(packed.buffer.nbytes, dtype=torch.uint8)
     storage.numpy()[:] = packed.buffer
-    known = types or {}
+    return _decode(packed, storage, types or {})
+
+
+def peek(packed: Packed, types: Mapping[str, type] | None = None) -> Any:
+    """Decode without copying: the tensors are the packed memory itself, to be copied elsewhere at once and never
+    written to."""
+    # By address, because torch warns about read-only arrays, and Ray's are.
+    size = packed.buffer.nbytes
+    alias = (ctypes.c_uint8 * size).from_address(packed.buffer.ctypes.data)
+    storage = torch.frombuffer(alias, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    return _decode(packed, storage, types or {})
+
+
+def _decode(packed: Packed, storage: Tensor, known: Mapping[str, type]) -> Any:
 
     def decode(node: Any) -> Any:
         match node:
@@ -179,6 +193,19 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(value, f"{path}.{key}")
     else:
         yield path, tree
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The same tree with every tensor replaced."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(value, function) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(value, function) for value in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(map_tensors(value, function) for value in tree)
+    return tree
 
 
 def measure(tree: Any, name: str) -> list[Size]:

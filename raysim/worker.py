@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from raysim import ops, wire
 from raysim.config import Config
@@ -93,7 +93,9 @@ class Worker:
     def _run(self, job: Job, state: Packed | None, message: Packed) -> tuple[Packed | None, Outcome]:
         ctx = self._context(job)
         client = self._wake(job.client_id, state, ctx)
-        content = _to(wire.unpack(message, self.messages), self.device)
+        content = wire.unpack(message, self.messages)
+        if self.device.type != "cpu":
+            content = wire.map_tensors(content, lambda tensor: tensor.to(self.device))
         newborn = wire.pack(state_tree(client)) if job.step == EVALUATE and job.keep else None
         with seeded(self.config.seed, job.step, job.round, job.client_id):
             if job.step == EVALUATE:
@@ -170,25 +172,10 @@ class Worker:
             self._built[name] = client
         client = self._built[name]
         if state is not None:
-            load_state(client, _to(wire.unpack(state, self.messages), self.device))
+            load_state(client, wire.peek(state, self.messages), self.device)
         return client
 
 
 def _modules(client: Any) -> list[nn.Module]:
     values = (getattr(client, field.name) for field in fields(client))
     return [value for value in values if isinstance(value, nn.Module)]
-
-
-def _to(tree: Any, device: torch.device) -> Any:
-    """Tensors that a client keeps outside modules live on its device; the rest of the tree is as it was."""
-    if device.type == "cpu":
-        return tree
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: _to(value, device) for key, value in tree.items()}
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_to(value, device) for value in tree))
-    if isinstance(tree, list | tuple):
-        return type(tree)(_to(value, device) for value in tree)
-    return tree

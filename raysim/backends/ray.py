@@ -3,8 +3,9 @@
 States live in Ray's object store; the driver holds the references. Any idle actor of a pool can play any of its clients,
 and a dead one loses nothing: the same inputs give the same result on another.
 
-The loop is event-driven: it sleeps in `ray.wait` until a job is done. Every actor has one job running and one queued, so
-that it never waits for the driver; the longest expected job goes first, to the actor expected to be free first.
+The loop is event-driven: it sleeps in `ray.wait` until a task is done. Every actor has one task running and one queued,
+so that it never waits for the driver; the longest expected task goes first, to the actor expected to be free first. A
+task is one client's training step, or the evaluation of a few clients.
 """
 
 import heapq
@@ -24,16 +25,18 @@ from raysim.backends.plan import GIB, Pool, make_plan
 from raysim.config import Config
 from raysim.data.dataset import Dataset
 from raysim.data.partition import Split
-from raysim.device import assigned_device
+from raysim.device import assigned_device, keep_freed_memory
 from raysim.errors import ClusterError
 from raysim.fleet import Fleet, gpu_shares
 from raysim.wire import Packed
 from raysim.worker import EVALUATE, Job, Outcome, Worker
 
 QUEUE = 2
-"""Jobs an actor has at a time: one running, one waiting for it."""
+"""Tasks an actor has at a time: one running, one waiting for it."""
+TASK_SECONDS = 0.1
+"""Evaluations are put together until a task is expected to take this long."""
 TRIES = 3
-"""Actors that may die under one job before the run gives up."""
+"""Actors that may die under one task before the run gives up."""
 
 
 class ClientActor:
@@ -41,6 +44,7 @@ class ClientActor:
 
     def __init__(self, label: str, cpus: float, gpus: float) -> None:
         self.label = label
+        keep_freed_memory()
         torch.set_num_threads(max(1, int(cpus)))
         self.device = assigned_device(gpus)
 
@@ -48,8 +52,18 @@ class ClientActor:
         self.worker = Worker(Config.from_tree(config), fleet, dataset, split, self.device)
         return str(self.device)
 
-    def run(self, job: Job, state: Packed | None, message: Packed) -> tuple[Packed | None, Outcome]:
-        return self.worker.run(job, state, message)
+    def run(self, jobs: list[Job], places: list[tuple[int, int]], *inputs: Packed | None) -> Any:
+        """Do jobs one after the other; `places` says which inputs are a job's state and message. Returns the states
+        that are to be kept, each an object of its own, and then the outcomes."""
+        states, outcomes = [], []
+        for job, (state, message) in zip(jobs, places, strict=True):
+            given = inputs[message]
+            assert given is not None
+            new, outcome = self.worker.run(job, inputs[state], given)
+            outcomes.append(outcome)
+            if job.keep:
+                states.append(new)
+        return (*states, outcomes) if states else outcomes
 
     def __repr__(self) -> str:
         return self.label
@@ -62,14 +76,14 @@ class _Slot:
     pool: "_Queue"
     label: str
     actor: ActorHandle
-    jobs: int = 0
+    tasks: int = 0
     busy: float = 0.0
     """Expected seconds of work it has."""
 
 
 @dataclass
 class _Queue:
-    """A pool's actors and the jobs that wait for them, as a heap: urgent before not, then the longest first."""
+    """A pool's actors and the tasks that wait for them, as a heap: urgent before not, then the longest first."""
 
     pool: Pool
     slots: list[_Slot] = field(default_factory=list)
@@ -77,23 +91,39 @@ class _Queue:
 
 
 @dataclass
-class _Task:
+class _Item:
+    """A job with its inputs, and later its results."""
+
     job: Job
     message: ray.ObjectRef
     state: ray.ObjectRef | None
-    urgent: bool
     cost: float
-    ticket: "Ticket"
-    tries: int = 0
     new_state: ray.ObjectRef | None = None
     outcome: Outcome | None = None
+
+
+@dataclass
+class _Task:
+    """Items that go to an actor in one call."""
+
+    items: list[_Item]
+    queue: _Queue
+    urgent: bool
+    ticket: "Ticket"
+    tries: int = 0
     slot: _Slot | None = None
+    states: list[ray.ObjectRef] = field(default_factory=list)
+
+    @property
+    def cost(self) -> float:
+        return sum(item.cost for item in self.items)
 
 
 @dataclass
 class Ticket:
-    tasks: list[_Task] = field(default_factory=list)
+    items: list[_Item]
     left: int = 0
+    """Tasks not done yet."""
     failed: bool = False
 
 
@@ -174,19 +204,36 @@ class RayBackend:
         return ray.put(message)
 
     def submit(self, jobs: Sequence[tuple[Job, ray.ObjectRef]], *, urgent: bool) -> Ticket:
-        ticket = Ticket(left=len(jobs))
-        touched: dict[int, _Queue] = {}
-        for job, message in jobs:
-            state = self._states.get(job.client_id) or self._newborn.get(job.client_id, (None,))[0]
-            if job.step == EVALUATE and state is None and self._newborn_bytes < NEWBORN_BYTES:
-                job = replace(job, keep=True)
-            task = _Task(job, message, state, urgent, self._expected(job), ticket)
-            ticket.tasks.append(task)
-            queue = self._push(task)
-            touched[id(queue)] = queue
-        for queue in touched.values():
+        ticket = Ticket([self._item(job, message) for job, message in jobs])
+        by_queue: dict[int, tuple[_Queue, list[_Item]]] = {}
+        for item in ticket.items:
+            queue = self._queue_of(item.job.client_id)
+            by_queue.setdefault(id(queue), (queue, []))[1].append(item)
+        for queue, items in by_queue.values():
+            for group in self._group(items, len(queue.slots)):
+                self._push(_Task(group, queue, urgent, ticket))
+                ticket.left += 1
             self._feed(queue)
         return ticket
+
+    def _item(self, job: Job, message: ray.ObjectRef) -> _Item:
+        state = self._states.get(job.client_id) or self._newborn.get(job.client_id, (None,))[0]
+        if job.step == EVALUATE and state is None and self._newborn_bytes < NEWBORN_BYTES:
+            job = replace(job, keep=True)
+        return _Item(job, message, state, self._expected(job))
+
+    def _group(self, items: list[_Item], actors: int) -> Iterator[list[_Item]]:
+        """Training steps stay alone; evaluations, which are short, share a call so that calls do not outweigh them."""
+        group: list[_Item] = []
+        most = max(1, len(items) // (2 * actors))
+        for item in items:
+            group.append(item)
+            long = sum(item.cost for item in group) >= TASK_SECONDS
+            if item.job.step != EVALUATE or long or len(group) >= most:
+                yield group
+                group = []
+        if group:
+            yield group
 
     def wait(self, ticket: Ticket) -> list[Outcome]:
         while ticket.left and not ticket.failed:
@@ -196,12 +243,9 @@ class RayBackend:
             ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0] if rest else []
             for ref in ready:
                 self._land(ref)
-        done = [task.outcome for task in ticket.tasks if task.outcome is not None]
-        if ticket.failed:
-            # In the order of ids, so that which of several failures is reported does not depend on timing alone.
-            return [task.outcome or Outcome() for task in ticket.tasks]
-        self._commit(ticket)
-        return done
+        if not ticket.failed:
+            self._commit(ticket)
+        return [item.outcome or Outcome() for item in ticket.items]
 
     def states(self) -> Iterator[tuple[int, Packed]]:
         for client in sorted(self._states):
@@ -216,48 +260,66 @@ class RayBackend:
         self._states.clear()
         self._newborn.clear()
 
-    def _push(self, task: _Task) -> _Queue:
-        client = task.job.client_id
-        queue = self._by_client.get(client) or self._by_model[self._fleet.model_of(client)]
-        heapq.heappush(queue.heap, (not task.urgent, -task.cost, next(self._order), task))
-        self._waiting += 1
-        return queue
+    def _queue_of(self, client: int) -> _Queue:
+        return self._by_client.get(client) or self._by_model[self._fleet.model_of(client)]
+
+    def _push(self, task: _Task) -> None:
+        heapq.heappush(task.queue.heap, (not task.urgent, -task.cost, next(self._order), task))
+        self._waiting += len(task.items)
 
     def _feed(self, queue: _Queue) -> None:
-        """Give waiting jobs to actors that have room."""
+        """Give waiting tasks to actors that have room."""
         while queue.heap:
-            open_slots = [slot for slot in queue.slots if slot.jobs < QUEUE]
+            open_slots = [slot for slot in queue.slots if slot.tasks < QUEUE]
             if not open_slots:
                 return
             slot = min(open_slots, key=lambda slot: slot.busy)
             task = heapq.heappop(queue.heap)[-1]
-            self._waiting -= 1
-            run = slot.actor.run.options(num_returns=2)
-            task.new_state, ref = run.remote(task.job, task.state, task.message)
+            self._waiting -= len(task.items)
+            self._flying[self._call(slot, task)] = task
             task.slot = slot
-            slot.jobs += 1
+            slot.tasks += 1
             slot.busy += task.cost
-            self._flying[ref] = task
+
+    def _call(self, slot: _Slot, task: _Task) -> ray.ObjectRef:
+        """Start a task on an actor; returns the reference of its outcomes."""
+        inputs: list[ray.ObjectRef | None] = [None]
+        where: dict[ray.ObjectRef | None, int] = {None: 0}
+        for item in task.items:
+            for ref in (item.state, item.message):
+                if ref not in where:
+                    where[ref] = len(inputs)
+                    inputs.append(ref)
+        places = [(where[item.state], where[item.message]) for item in task.items]
+        kept = sum(item.job.keep for item in task.items)
+        run = slot.actor.run.options(num_returns=kept + 1)
+        refs = run.remote([item.job for item in task.items], places, *inputs)
+        *task.states, outcomes = refs if kept else [refs]
+        return outcomes
 
     def _land(self, ref: ray.ObjectRef) -> None:
-        """A job is done, or its actor died."""
+        """A task is done, or its actor died."""
         task = self._flying.pop(ref)
         slot = task.slot
         assert slot is not None
-        slot.jobs -= 1
+        slot.tasks -= 1
         slot.busy = max(0.0, slot.busy - task.cost)
         try:
-            task.outcome = ray.get(ref)
+            outcomes: list[Outcome] = ray.get(ref)
         except (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError) as error:
             self._retry(task, slot, error)
             return
+        states = iter(task.states)
+        for item, outcome in zip(task.items, outcomes, strict=True):
+            item.outcome = outcome
+            item.new_state = next(states) if item.job.keep else None
+            self._learn_pace(item.job, outcome)
+            task.ticket.failed |= outcome.failure is not None
         task.ticket.left -= 1
-        task.ticket.failed |= task.outcome.failure is not None
-        self._learn_pace(task)
         self._feed(slot.pool)
 
     def _retry(self, task: _Task, slot: _Slot, error: Exception) -> None:
-        """Replace a dead actor, once, and do its job again on another."""
+        """Replace a dead actor, once, and do its task again on another."""
         if slot in slot.pool.slots:
             slot.pool.slots.remove(slot)
             label = f"{slot.label}+"
@@ -265,25 +327,25 @@ class RayBackend:
             slot.pool.slots[-1].actor.set_up.remote(*self._setup)
         task.tries += 1
         if task.tries >= TRIES:
-            job = task.job
+            job = task.items[0].job
             raise ClusterError(
                 f"client {job.client_id} ({self._fleet.model_of(job.client_id)}) took down {TRIES} actors in round "
                 f"{job.round} ({job.step}); the last: {error}"
             )
-        task.slot = None
-        self._feed(self._push(task))
+        self._push(task)
+        self._feed(task.queue)
 
     def _commit(self, ticket: Ticket) -> None:
-        for task in ticket.tasks:
-            client, state = task.job.client_id, task.new_state
-            if not task.job.keep or state is None or task.outcome is None:
+        for item in ticket.items:
+            client, state = item.job.client_id, item.new_state
+            if state is None or item.outcome is None:
                 continue
-            if task.job.step != EVALUATE:
+            if item.job.step != EVALUATE:
                 self._states[client] = state
                 self._newborn_bytes -= self._newborn.pop(client, (None, 0))[1]
             elif client not in self._states:
-                self._newborn[client] = (state, task.outcome.state_bytes)
-                self._newborn_bytes += task.outcome.state_bytes
+                self._newborn[client] = (state, item.outcome.state_bytes)
+                self._newborn_bytes += item.outcome.state_bytes
 
     def _expected(self, job: Job) -> float:
         """Seconds a job may take: as its like did, else in proportion to its samples."""
@@ -291,13 +353,10 @@ class RayBackend:
         model = self._fleet.model_of(job.client_id)
         return samples * self._pace.get((job.step, model), 1e-3)
 
-    def _learn_pace(self, task: _Task) -> None:
-        job, outcome = task.job, task.outcome
+    def _learn_pace(self, job: Job, outcome: Outcome) -> None:
         samples = len(self._split.train(job.client_id))
-        if outcome is None or not samples:
-            return
         key = job.step, self._fleet.model_of(job.client_id)
-        pace = outcome.seconds / samples
+        pace = outcome.seconds / max(1, samples)
         self._pace[key] = pace if key not in self._pace else 0.7 * self._pace[key] + 0.3 * pace
 
 

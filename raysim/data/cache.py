@@ -11,12 +11,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-Arrays = dict[str, npt.NDArray[Any]]
+Arrays: TypeAlias = dict[str, Any]  # of NumPy arrays
 
 
 def folder() -> Path:

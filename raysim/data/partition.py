@@ -142,9 +142,10 @@ def _repair(samples: Ints, sizes: Ints, least: int) -> tuple[Ints, Ints, int]:
     low, high = least, int(sizes.max())  # the highest level that, cut off, frees enough
     while low < high:
         level = (low + high + 1) // 2
-        low, high = (
-            (level, high) if np.maximum(sizes - level, 0).sum() >= need else (low, level - 1)
-        )
+        if np.maximum(sizes - level, 0).sum() >= need:
+            low = level
+        else:
+            high = level - 1
     gives = np.maximum(sizes - low, 0)
     spare = np.flatnonzero(gives)[: gives.sum() - need]  # fewer than there are donors
     gives[spare] -= 1

@@ -89,7 +89,7 @@ def _skewed(
 ) -> Ints:
     """How many of one class each client gets; one that has its mean share already gets none."""
     shares = rng.dirichlet(np.repeat(alpha, len(hungry))) * hungry
-    if not shares.sum() > 0:  # a tiny alpha underflowed to nan, or gave all to one that is full
+    if not 0 < shares.sum() < np.inf:  # underflow at a tiny alpha, or all for a full client
         shares = np.where(hungry.any(), hungry, True).astype(np.float64)
     cuts = (np.cumsum(shares / shares.sum()) * num_members).astype(np.int64)
     cuts[-1] = num_members
