@@ -15,8 +15,21 @@ from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
 
-from raysim import ClientContext, ClientState, ConfigError, Fleet, Method, PerClient, Reply
-from raysim import ServerContext, Task, Weights, get_weights, set_weights, weighted_mean
+from raysim import (
+    ClientContext,
+    ClientState,
+    ConfigError,
+    Fleet,
+    Method,
+    PerClient,
+    Reply,
+    ServerContext,
+    Task,
+    Weights,
+    get_weights,
+    set_weights,
+    weighted_mean,
+)
 
 
 class Download(NamedTuple):
@@ -58,7 +71,9 @@ class FedAvg(Method[ClientState, Server]):
             weights = model | weights  # a layer comes from the first model that has it
         return Server(weights, layers)
 
-    def broadcast(self, server: Server, cohort: Sequence[int], ctx: ServerContext) -> PerClient | Download:
+    def broadcast(
+        self, server: Server, cohort: Sequence[int], ctx: ServerContext
+    ) -> PerClient | Download:
         parts = {
             name: Download({layer: server.weights[layer] for layer in layers})
             for name, layers in server.layers.items()

@@ -26,8 +26,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zoo
-from raysim import ClientContext, ClientState, ConfigError, Fleet, Method, Reply, ServerContext
-from raysim import Task, Weights, get_weights, set_weights, weighted_mean
+from raysim import (
+    ClientContext,
+    ClientState,
+    ConfigError,
+    Fleet,
+    Method,
+    Reply,
+    ServerContext,
+    Task,
+    Weights,
+    get_weights,
+    set_weights,
+    weighted_mean,
+)
 from raysim.errors import unknown
 from zoo import SplitModel
 
@@ -108,9 +120,11 @@ class FedMRL(Method[Client, Server]):
         )
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
-        return client.model.head(self.fuse(client, x))
+        scores: Tensor = client.model.head(self.fuse(client, x))
+        return scores
 
     def fuse(self, client: Client, x: Tensor) -> Tensor:
         """The projected concatenation of both representations, the shared one first: (batch, d2)."""
         both = [client.shared.features(x), client.model.features(x)]
-        return client.projector(torch.cat(both, dim=1))
+        fused: Tensor = client.projector(torch.cat(both, dim=1))
+        return fused

@@ -23,8 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from raysim import ClientContext, ClientState, Method, Reply, ServerContext, Uncounted
-from raysim import class_means, evaluating
+from raysim import (
+    ClientContext,
+    ClientState,
+    Method,
+    Reply,
+    ServerContext,
+    Uncounted,
+    class_means,
+    evaluating,
+)
 from zoo import SplitModel
 
 
@@ -100,7 +108,7 @@ class FedProto(Method[Client, Server]):
         counts = torch.cat([reply.payload.counts for reply in replies]).to(prototypes.dtype)
         weights = counts if self.weighting == "samples" else torch.ones_like(counts)
 
-        server.classes, place = classes.unique(return_inverse=True)
+        server.classes, place = torch.unique(classes, return_inverse=True)
         total = weights.new_zeros(len(server.classes)).index_add_(0, place, weights)
         mean = prototypes.new_zeros(len(server.classes), prototypes.shape[1])
         mean.index_add_(0, place, prototypes * weights.unsqueeze(1))
@@ -109,6 +117,7 @@ class FedProto(Method[Client, Server]):
     def predict(self, client: Client, x: Tensor) -> Tensor:
         r = client.model.features(x)
         if self.inference == "head":
-            return client.model.head(r)
+            scores: Tensor = client.model.head(r)
+            return scores
         distance = torch.cdist(r.float(), client.prototypes).square() / r.shape[1]
         return -distance.masked_fill(~client.known, torch.inf)

@@ -24,8 +24,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raysim import ClientContext, ClientState, Method, Reply, ServerContext, Uncounted, Weights
-from raysim import class_means, evaluating, fit, get_weights, set_weights
+from raysim import (
+    ClientContext,
+    ClientState,
+    Method,
+    Reply,
+    ServerContext,
+    Uncounted,
+    Weights,
+    class_means,
+    evaluating,
+    fit,
+    get_weights,
+    set_weights,
+)
 
 
 class Download(NamedTuple):

@@ -1,8 +1,8 @@
 """raysim: a simulator for model-heterogeneous federated learning on Ray.
 
-    from raysim import Config, run
-    result = run(Config(method="fedre", clients=100, rounds=20, backend="local"))
-    result.rounds.to_pandas()
+from raysim import Config, run
+result = run(Config(method="fedre", clients=100, rounds=20, backend="local"))
+result.rounds.to_pandas()
 """
 
 import importlib

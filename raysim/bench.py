@@ -104,12 +104,17 @@ def bench_evaluation(config: Config, options: Options, folder: Path) -> Iterator
 
 def bench_precision(config: Config, options: Options, folder: Path) -> Iterator[str]:
     yield "\nwhat precision and memory format bring (engine, against its own fp32 contiguous)"
-    kinds = [("fp32", "contiguous"), ("fp32", "channels_last"), ("bf16", "contiguous"), ("bf16", "channels_last")]
+    kinds = [
+        ("fp32", "contiguous"),
+        ("fp32", "channels_last"),
+        ("bf16", "contiguous"),
+        ("bf16", "channels_last"),
+    ]
     seconds: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
     bare: dict[tuple[str, str], list[float]] = {kind: [] for kind in kinds}
     for _ in range(max(1, options.turns - 1)):
         for kind in kinds:
-            train = replace(config.train, precision=kind[0], memory_format=kind[1])  # type: ignore[arg-type]
+            train = replace(config.train, precision=kind[0], memory_format=kind[1])
             variant = replace(config, train=train)
             seconds[kind].append(engine(variant, folder).seconds)
             bare[kind].append(bare_loop(variant))
@@ -145,7 +150,9 @@ def bench_scale(config: Config, options: Options, folder: Path) -> Iterator[str]
     for turn in range(options.turns):
         for clients in runs:
             runs[clients].append(engine(_scaled(config, clients, rounds=20), folder))
-    seconds = {clients: statistics.median(run.seconds for run in of) for clients, of in runs.items()}
+    seconds = {
+        clients: statistics.median(run.seconds for run in of) for clients, of in runs.items()
+    }
     peaks = {c: engine(_scaled(config, c, rounds=5), folder, memory=True).peak for c in runs}
     for clients in runs:
         yield (
@@ -240,7 +247,12 @@ def bare_loop(config: Config) -> float:
     """Seconds of a steady round of the bare loop."""
     dataset = data.load(config.data)
     split = data.split(
-        dataset.labels, dataset.num_train, dataset.num_classes, config.clients, config.data, config.seed
+        dataset.labels,
+        dataset.num_train,
+        dataset.num_classes,
+        config.clients,
+        config.data,
+        config.seed,
     )
     fleet = assemble(config.fleet, dataset.task)
     models = [fleet.build(fleet.model_of(i), dataset.task) for i in range(config.clients)]
@@ -252,7 +264,9 @@ def bare_loop(config: Config) -> float:
     pipes, processes = [], []
     for _ in range(os.cpu_count() or 1):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_bare_process, args=(theirs, models, dataset, split, config))
+        process = context.Process(
+            target=_bare_process, args=(theirs, models, dataset, split, config)
+        )
         process.start()
         pipes.append(ours)
         processes.append(process)
@@ -282,7 +296,9 @@ def _bare_rounds(
         yield time.perf_counter()
 
 
-def _deal(clients: Sequence[int], fleet: Fleet, sizes: dict[str, int], processes: int) -> list[list[int]]:
+def _deal(
+    clients: Sequence[int], fleet: Fleet, sizes: dict[str, int], processes: int
+) -> list[list[int]]:
     hands: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes
     for client in sorted(clients, key=lambda c: -sizes[fleet.model_of(c)]):
@@ -292,7 +308,9 @@ def _deal(clients: Sequence[int], fleet: Fleet, sizes: dict[str, int], processes
     return hands
 
 
-def _ask(pipes: list[Any], what: str, hands: list[list[int]], prototypes: dict[int, Tensor]) -> list[Any]:
+def _ask(
+    pipes: list[Any], what: str, hands: list[list[int]], prototypes: dict[int, Tensor]
+) -> list[Any]:
     if not any(hands):
         return []
     plain = {label: prototype.numpy() for label, prototype in prototypes.items()}
@@ -306,7 +324,11 @@ def _ask(pipes: list[Any], what: str, hands: list[list[int]], prototypes: dict[i
 
 
 def _bare_process(
-    pipe: "Connection[Any, Any]", models: list[SplitModel], dataset: Dataset, split: Split, config: Config
+    pipe: "Connection[Any, Any]",
+    models: list[SplitModel],
+    dataset: Dataset,
+    split: Split,
+    config: Config,
 ) -> None:
     torch.set_num_threads(1)
     while (request := pipe.recv()) is not None:

@@ -197,11 +197,12 @@ class Config:
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Config:
         """The inverse of `to_tree`."""
-        return _build(cls, tree, "")
+        config: Config = _build(cls, tree, "")
+        return config
 
     def to_tree(self, source: bool = True) -> Tree:
         """As nested plain values; `source` keeps the text of a user's own method file."""
-        tree = _plain(self)
+        tree: Tree = _plain(self)
         if not source:
             tree.pop("source")
         return tree
@@ -218,7 +219,9 @@ class Config:
                 raise unknown("setting", key, _dotted(tree), "config")
             node[leaf] = value
         if "method" in changes:
-            tree.update(hp={k: v for k, v in tree["hp"].items() if f"hp.{k}" in changes}, source=None)
+            tree.update(
+                hp={k: v for k, v in tree["hp"].items() if f"hp.{k}" in changes}, source=None
+            )
         return Config.from_tree(tree)
 
 
@@ -273,7 +276,9 @@ def read_yaml(path: Path) -> Tree:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config {path}: expected settings such as 'clients: 100', got {tree!r}")
+        raise ConfigError(
+            f"--config {path}: expected settings such as 'clients: 100', got {tree!r}"
+        )
     return tree
 
 
@@ -317,7 +322,9 @@ def _build(cls: type[Any], tree: Mapping[str, Any], prefix: str) -> Any:
     known = {f.name for f in dataclasses.fields(cls)}
     for key in tree:
         if key not in known:
-            raise unknown("setting", f"{prefix}{key}", [f"{prefix}{name}" for name in known], "config")
+            raise unknown(
+                "setting", f"{prefix}{key}", [f"{prefix}{name}" for name in known], "config"
+            )
     values = {key: _convert(hints[key], value, f"{prefix}{key}.") for key, value in tree.items()}
     return cls(**values)
 
@@ -353,11 +360,18 @@ def _validate(config: Config) -> None:
     require(c.gpus >= 0, "gpus", "at least 0", c.gpus)
     require(c.memory is None or c.memory > 0, "memory", "more than 0 GiB", c.memory)
     numbered = c.actors.isdigit() and int(c.actors) >= 1
-    require(numbered or c.actors in ("auto", "clients"), "actors", "auto, clients or a number", c.actors)
+    require(
+        numbered or c.actors in ("auto", "clients"), "actors", "auto, clients or a number", c.actors
+    )
     require(c.train.epochs >= 1, "train.epochs", "at least 1", c.train.epochs)
     require(c.train.batch_size >= 1, "train.batch-size", "at least 1", c.train.batch_size)
     require(c.train.lr > 0, "train.lr", "more than 0", c.train.lr)
     require(c.eval.every >= 1, "eval.every", "at least 1", c.eval.every)
     require(c.eval.batch_size >= 1, "eval.batch-size", "at least 1", c.eval.batch_size)
     some = c.eval.clients.isdigit() and int(c.eval.clients) >= 1
-    require(some or c.eval.clients in ("all", "cohort"), "eval.clients", "all, cohort or a number", c.eval.clients)
+    require(
+        some or c.eval.clients in ("all", "cohort"),
+        "eval.clients",
+        "all, cohort or a number",
+        c.eval.clients,
+    )

@@ -53,7 +53,7 @@ class PlainConsole:
         match event:
             case Started():
                 self._started = event
-                self._print(*(f"{what:<10}{line}" for what, line in _header(event)))
+                self._print(*(f"{what:<8}  {line}" for what, line in _header(event)))
             case RoundFinished():
                 self._trained[event.round] = event
                 self._print_rounds(before=event.round - 1)

@@ -102,7 +102,11 @@ def drive(config: Config, console: Console, started: float) -> Finished | Failed
         models = zoo.expand(config.fleet.models)
         make_plan(config, models, dict(gpu_shares(config.fleet.gpus, models)), node_resources())
         if dashboard:
-            console.show(Note(f"dashboard: http://{dashboard} (it asks for the token: ray get-auth-token --generate)"))
+            console.show(
+                Note(
+                    f"dashboard: http://{dashboard} (it asks for the token: ray get-auth-token --generate)"
+                )
+            )
         name = f"raysim-{config.out.name}-{secrets.token_hex(2)}"
         driver = _create_driver(config, name, started)
         try:
@@ -118,7 +122,9 @@ def _create_driver(config: Config, name: str, started: float) -> Any:
     if not _remote_client():
         # On the launcher's own node, so that --out means the same disk to both.
         node = ray.get_runtime_context().get_node_id()
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=config.driver.gpus > 0)
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+            node, soft=config.driver.gpus > 0
+        )
     actor = ray.remote(DriverActor).options(
         name=name,
         namespace="raysim",
@@ -140,7 +146,9 @@ def _follow(driver: Any, console: Console, out: Path) -> Finished | Failed:
         for event in events:
             if isinstance(event, Finished | Failed):
                 end = event
-            if not isinstance(event, Failed):  # the launcher reports those, whichever backend they came from
+            if not isinstance(
+                event, Failed
+            ):  # the launcher reports those, whichever backend they came from
                 console.show(event)
         console.status(*load)
     if end is None:
@@ -160,4 +168,4 @@ def _fetch(driver: Any, out: Path) -> None:
 
 def _remote_client() -> bool:
     """Whether this process is a Ray Client (ray://), which is on no node of the cluster."""
-    return bool(ray.util.client.ray.is_connected())
+    return bool(ray.util.client.ray.is_connected())  # type: ignore[no-untyped-call]

@@ -80,7 +80,9 @@ class ServerContext:
 
     def build_model(self, name: str | None = None, feature_dim: int | None = None) -> SplitModel:
         """A fresh model; by default the fleet's first."""
-        return self.fleet.build(name or self.fleet.models[0], self.task, feature_dim).to(self.device)
+        return self.fleet.build(name or self.fleet.models[0], self.task, feature_dim).to(
+            self.device
+        )
 
     def build_head(self) -> nn.Linear:
         """A fresh classifier on the fleet's common representation."""
@@ -186,7 +188,8 @@ class Method(Generic[C, S]):
 
     def predict(self, client: C, x: Tensor) -> Tensor:
         """Scores of the classes, (batch, classes); the largest is the answer, -inf means "never"."""
-        return client.model(x)
+        scores: Tensor = client.model(x)
+        return scores
 
     def round(self, server: S, cohort: Cohort, ctx: ServerContext) -> None:
         """One round; override it to talk to the clients more than once."""
@@ -200,7 +203,11 @@ class Method(Generic[C, S]):
         found: dict[str, type] = {}
         for base in reversed(cls.__mro__):
             for name, value in vars(sys.modules[base.__module__]).items():
-                if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
+                if (
+                    isinstance(value, type)
+                    and issubclass(value, tuple)
+                    and hasattr(value, "_fields")
+                ):
                     found[name] = value
         return found
 
@@ -233,7 +240,9 @@ def load_state(state: Any, tree: dict[str, Any], device: torch.device) -> None:
         if isinstance(current, nn.Module):
             ops.set_weights(current, tree[field.name])
         else:
-            setattr(state, field.name, wire.map_tensors(tree[field.name], lambda t: _own(t, device)))
+            setattr(
+                state, field.name, wire.map_tensors(tree[field.name], lambda t: _own(t, device))
+            )
 
 
 def _own(tensor: Tensor, device: torch.device) -> Tensor:

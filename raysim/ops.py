@@ -30,7 +30,9 @@ def weighted_mean(weights: Sequence[Weights], shares: Sequence[float]) -> Weight
     shares are equal). Integers, such as batch-norm counters, are taken from the first owner."""
     result: Weights = {}
     for name in dict.fromkeys(name for one in weights for name in one):
-        owners = [(one[name], share) for one, share in zip(weights, shares, strict=True) if name in one]
+        owners = [
+            (one[name], share) for one, share in zip(weights, shares, strict=True) if name in one
+        ]
         first = owners[0][0]
         if not first.is_floating_point():
             result[name] = first.clone()
@@ -82,7 +84,9 @@ def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
-def make_optimizer(modules: Sequence[nn.Module], train: TrainConfig, lr: float | None = None) -> torch.optim.Optimizer:
+def make_optimizer(
+    modules: Sequence[nn.Module], train: TrainConfig, lr: float | None = None
+) -> torch.optim.Optimizer:
     """The configured optimizer over everything trainable in the modules."""
     trainable = [p for module in modules for p in module.parameters() if p.requires_grad]
     lr = train.lr if lr is None else lr
@@ -118,7 +122,9 @@ def train(
             total += value.detach() * len(x)
             count += len(x)
         if not bool(total.isfinite()):
-            raise FloatingPointError("the training loss is not finite; try a smaller --train.lr or set --train.clip")
+            raise FloatingPointError(
+                "the training loss is not finite; try a smaller --train.lr or set --train.clip"
+            )
     return float(total) / max(count, 1)
 
 
@@ -156,7 +162,7 @@ def fit(
     mean = 0.0
     for _ in range(epochs):
         values = []
-        for rows in torch.randperm(len(data[0])).split(batch_size):
+        for rows in torch.split(torch.randperm(len(data[0])), batch_size):
             step.zero_grad()
             value = loss(*(tensor[rows] for tensor in data))
             value.backward()  # type: ignore[no-untyped-call]

@@ -123,7 +123,9 @@ def refuse_used(out: Path) -> None:
         raise RunError(f"--out {out} is a file; name a folder")
     used = [name for name in (*FILES, SUMMARY) if (out / name).exists()]
     if used:
-        raise RunError(f"--out {out} already holds a run ({used[0]}); name another folder or remove it")
+        raise RunError(
+            f"--out {out} already holds a run ({used[0]}); name another folder or remove it"
+        )
 
 
 def config_yaml(config: Config) -> str:

@@ -12,7 +12,12 @@ def cohort(seed: int, round: int, num_clients: int, participation: float) -> lis
 
 
 def evaluated(
-    seed: int, who: str, per: str, num_clients: int, model_of: Callable[[int], str], cohort: list[int]
+    seed: int,
+    who: str,
+    per: str,
+    num_clients: int,
+    model_of: Callable[[int], str],
+    cohort: list[int],
 ) -> list[int]:
     """The clients that `--eval.clients` and `--eval.per` mean, in ascending order."""
     if who == "all":

@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-
-from raysim import data, method as method_module, schedule, wire
+from raysim import data, schedule, wire
+from raysim import method as method_module
 from raysim.backends import Backend, Setup
 from raysim.config import Config
 from raysim.errors import ClientError
@@ -48,7 +48,9 @@ def preflight(config: Config) -> None:
 class Simulation:
     """One run. `run` is the round loop; everything it calls is below it, in order of appearance."""
 
-    def __init__(self, config: Config, backend: Backend, emit: Emit, started: float | None = None) -> None:
+    def __init__(
+        self, config: Config, backend: Backend, emit: Emit, started: float | None = None
+    ) -> None:
         self.config = default_out(config)
         self.method = config.hp
         self.backend = backend
@@ -85,7 +87,12 @@ class Simulation:
         self.backend.reserve(config)
         dataset = data.load(config.data)
         split = data.split(
-            dataset.labels, dataset.num_train, dataset.num_classes, config.clients, config.data, config.seed
+            dataset.labels,
+            dataset.num_train,
+            dataset.num_classes,
+            config.clients,
+            config.data,
+            config.seed,
         )
         self.fleet = assemble(config.fleet, dataset.task)
         method_module.check(self.method, self.fleet, dataset.task, config.method)
@@ -96,7 +103,10 @@ class Simulation:
             self.server = self.method.init_server(self._context(0))
         self.recorder.open(config, self.fleet, split, dataset.labels, dataset.num_classes)
         plan = [
-            ("data", f"{dataset.name}: {len(dataset.labels)} images, {dataset.num_classes} classes"),
+            (
+                "data",
+                f"{dataset.name}: {len(dataset.labels)} images, {dataset.num_classes} classes",
+            ),
             ("split", f"{config.data.partition}, {_range(split)} training samples a client"),
             ("fleet", f"{config.clients} clients: {', '.join(dict.fromkeys(self.fleet.models))}"),
             *self.backend.plan(),
@@ -134,7 +144,9 @@ class Simulation:
         )
         self.recorder.messages.append(cohort.ledger)
         self.emit(
-            RoundFinished(number, loss, len(ids), traffic["bytes_up"], traffic["bytes_down"], seconds)
+            RoundFinished(
+                number, loss, len(ids), traffic["bytes_up"], traffic["bytes_down"], seconds
+            )
         )
 
     def _client_row(
@@ -153,11 +165,18 @@ class Simulation:
         if number % config.eval.every and number != config.rounds:
             return None
         ids = schedule.evaluated(
-            config.seed, config.eval.clients, config.eval.per, config.clients, self.fleet.model_of, ids
+            config.seed,
+            config.eval.clients,
+            config.eval.per,
+            config.clients,
+            self.fleet.model_of,
+            ids,
         )
         with seeded(config.seed, "evaluation", number):
             fresh = config.eval.fresh
-            message = self.method.broadcast(self.server, ids, self._context(number)) if fresh else None
+            message = (
+                self.method.broadcast(self.server, ids, self._context(number)) if fresh else None
+            )
         shared = self.share(message, ids, "message")
         jobs = [(Job(EVALUATE, client, number, False), shared[client]) for client in ids]
         return _Evaluation(number, ids, self.backend.submit(jobs, urgent=False))
@@ -220,7 +239,11 @@ class Simulation:
         now = time.time()
         wall = now - self.first_round
         busy = self.totals["training"] + self.totals["evaluation"]
-        sums = {k: sum(row[k] for row in rows) for k in rows[0] if k.split("_")[0] in ("scalars", "bytes")}
+        sums = {
+            k: sum(row[k] for row in rows)
+            for k in rows[0]
+            if k.split("_")[0] in ("scalars", "bytes")
+        }
         config = self.config
         return {
             "method": config.method,
@@ -252,7 +275,10 @@ class Simulation:
         sha.update(wire.pack(server, "server").digest().encode())
         for client, state in self.backend.states():
             sha.update(f"{client}:{state.digest()}".encode())
-        history = [{k: v for k, v in row.items() if k != "elapsed" and not k.endswith("seconds")} for row in rows]
+        history = [
+            {k: v for k, v in row.items() if k != "elapsed" and not k.endswith("seconds")}
+            for row in rows
+        ]
         sha.update(json.dumps(history, sort_keys=True).encode())
         return sha.hexdigest()
 

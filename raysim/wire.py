@@ -51,7 +51,7 @@ class Packed(NamedTuple):
     def digest(self) -> str:
         """SHA-256 over header and buffer."""
         sha = hashlib.sha256(self.header)
-        sha.update(memoryview(np.ascontiguousarray(self.buffer)))
+        sha.update(self.buffer.data)
         return sha.hexdigest()
 
 
@@ -78,7 +78,9 @@ class _Encoder:
         if value is None or isinstance(value, bool | int | float | str):
             return ["v", value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            items = [self.encode(v, f"{path}.{k}") for k, v in zip(value._fields, value, strict=True)]
+            items = [
+                self.encode(v, f"{path}.{k}") for k, v in zip(value._fields, value, strict=True)
+            ]
             return ["n", type(value).__name__, items]
         if isinstance(value, list | tuple):
             kind = "l" if isinstance(value, list) else "t"
@@ -93,7 +95,9 @@ class _Encoder:
     def _tensor(self, value: Tensor, path: str) -> Any:
         name = str(value.dtype).removeprefix("torch.")
         if name not in _DTYPES:
-            raise WireError(f"{path} is a tensor of type {name}; expected one of {', '.join(_DTYPES)}")
+            raise WireError(
+                f"{path} is a tensor of type {name}; expected one of {', '.join(_DTYPES)}"
+            )
         offset = -(-self.size // _ALIGNMENT) * _ALIGNMENT
         self.tensors.append((offset, value))
         self.size = offset + value.numel() * value.element_size()
@@ -137,7 +141,9 @@ def peek(packed: Packed, types: Mapping[str, type] | None = None) -> Any:
     # By address, because torch warns about read-only arrays, and Ray's are.
     size = packed.buffer.nbytes
     alias = (ctypes.c_uint8 * size).from_address(packed.buffer.ctypes.data)
-    storage = torch.frombuffer(alias, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    storage = (
+        torch.frombuffer(alias, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+    )
     return _decode(packed, storage, types or {})
 
 
@@ -159,7 +165,9 @@ def _decode(packed: Packed, storage: Tensor, known: Mapping[str, type]) -> Any:
                 return {key: decode(item) for key, item in items}
             case ["n", cls, items]:
                 if cls not in known:
-                    raise WireError(f"unknown message type {cls!r}; known: {', '.join(known) or 'none'}")
+                    raise WireError(
+                        f"unknown message type {cls!r}; known: {', '.join(known) or 'none'}"
+                    )
                 return known[cls](*[decode(item) for item in items])
         raise WireError(f"not a packed tree: {str(node)[:60]}")
 
@@ -171,8 +179,10 @@ def check_finite(tree: Any, name: str) -> None:
     for path, value in leaves(tree, name):
         if isinstance(value, Tensor):
             # A sum is finite only if all terms are; only a sum that is not costs a second look.
-            finite = not value.is_floating_point() or bool(value.sum().isfinite()) or bool(
-                value.isfinite().all()
+            finite = (
+                not value.is_floating_point()
+                or bool(value.sum().isfinite())
+                or bool(value.isfinite().all())
             )
         else:
             finite = not isinstance(value, float) or math.isfinite(value)

@@ -7,6 +7,7 @@ architecture, into which the state of whoever is next is loaded.
 import time
 import traceback
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +91,9 @@ class Worker:
         size = 0 if new is None else new.nbytes
         return new, outcome._replace(seconds=time.perf_counter() - started, state_bytes=size)
 
-    def _run(self, job: Job, state: Packed | None, message: Packed) -> tuple[Packed | None, Outcome]:
+    def _run(
+        self, job: Job, state: Packed | None, message: Packed
+    ) -> tuple[Packed | None, Outcome]:
         ctx = self._context(job)
         client = self._wake(job.client_id, state, ctx)
         content = wire.unpack(message, self.messages)
@@ -140,7 +143,11 @@ class Worker:
     def _test_rows(self, client_id: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         if self.config.eval.data == "local":
             return self.split.test(client_id)
-        return self.split.all_test()
+        return self._everyones_test_rows
+
+    @cached_property
+    def _everyones_test_rows(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return np.concatenate([self.split.test(c) for c in range(self.split.num_clients)])
 
     def _context(self, job: Job) -> ClientContext:
         return ClientContext(

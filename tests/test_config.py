@@ -33,14 +33,15 @@ class Mine(Method[ClientState, None]):
 '''
 
 # Far from the defaults, values of every kind: numbers, text, paths, lists, choices, truth values.
-UNUSUAL = """
-    --clients 7 --participation 0.5 --seed -3 --backend local --address 10.0.0.1:6379
-    --actors clients --memory 0.5 --dashboard False
-    --data.root /some/where --data.image-size 64 --data.partition iid
-    --fleet.models cnn1 resnet10 --fleet.gpus cnn1=0.5 resnet10=1
-    --train.lr 1e-3 --train.clip 2 --train.drop-last False
-    --eval.clients 5 --eval.fresh False --driver.cpus 0.5
-""".split()
+UNUSUAL = [
+    *("--clients", "7", "--participation", "0.5", "--seed", "-3", "--backend", "local"),
+    *("--address", "10.0.0.1:6379", "--actors", "clients", "--memory", "0.5"),
+    *("--dashboard", "False", "--driver.cpus", "0.5"),
+    *("--data.root", "/some/where", "--data.image-size", "64", "--data.partition", "iid"),
+    *("--fleet.models", "cnn1", "resnet10", "--fleet.gpus", "cnn1=0.5", "resnet10=1"),
+    *("--train.lr", "1e-3", "--train.clip", "2", "--train.drop-last", "False"),
+    *("--eval.clients", "5", "--eval.fresh", "False"),
+]
 
 Write = Callable[[str], Path]
 

@@ -260,7 +260,7 @@ def test_more_clients_than_samples_names_both_numbers() -> None:
 
 
 def test_official_needs_a_test_part() -> None:
-    with pytest.raises(DataError, match="a set does not have; try --data.test split"):
+    with pytest.raises(DataError, match=r"a set does not have; try --data.test split"):
         split(np.arange(400) % 4, 400, 4, 5, replace(CONFIG, test="official"), 0)
 
 

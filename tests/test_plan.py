@@ -1,12 +1,11 @@
 """Which actors a run starts: arithmetic over clusters that exist on paper only."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysim import Config
@@ -21,14 +20,8 @@ Node = dict[str, float]
 
 def node(cpus: float, gpus: float = 0, memory: float = 64) -> Node:
     """A node as Ray describes it; memory in GiB."""
-    return (
-        {"CPU": cpus, "GPU": gpus, "memory": memory * GIB}
-        if gpus
-        else {
-            "CPU": cpus,
-            "memory": memory * GIB,
-        }
-    )
+    resources = {"CPU": cpus, "memory": memory * GIB}
+    return resources | {"GPU": gpus} if gpus else resources
 
 
 def plan(
@@ -78,7 +71,7 @@ def take(
             new_shares = {m: float(share) for m, share in given.items()} if given else lowered
         else:
             (value,) = values
-            changes[flag] = value if flag == "actors" else float(value)
+            changes[flag] = None if value == "None" else value if flag == "actors" else float(value)
     return config.replace(changes), new_shares
 
 
@@ -124,11 +117,10 @@ def test_auto_starts_an_actor_a_core() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cpus", "count"), [(1.0, 8), (2.0, 4), (3.0, 2), (0.5, 16), (8.0, 1), (0.3, 24)]
+    ("cpus", "count"), [(1.0, 8), (2.0, 4), (3.0, 2), (0.5, 16), (8.0, 1), (0.3, 26)]
 )
 def test_auto_follows_the_cores_asked_for(cpus: float, count: int) -> None:
-    """0.3 of a core: 26 in all of 8 cores, but 2.4 are left when 0.3 * 26 = 7.8 ... never more than fit."""
-    assert total(plan(node(8), cpus=cpus)) in (count, int(8 / cpus + 1e-9))
+    assert total(plan(node(8), cpus=cpus)) == count
 
 
 def test_auto_starts_no_more_actors_than_clients() -> None:
@@ -325,13 +317,12 @@ def test_alternatives_that_need_no_core_are_told_apart() -> None:
 
 def test_architectures_with_their_own_share_become_pools() -> None:
     shares = {"cnn1": 0.5, "cnn2": 0.5, "cnn3": 0.1}
-    pools = plan(node(16, 2), shares=shares, actors="6", gpus=0.25)
-    assert [(pool.name, pool.request.gpus) for pool in pools] == [
-        ("pool-cnn1-cnn2", 0.5),
-        ("pool-cnn3", 0.1),
-        ("pool-cnn4-cnn5", 0.25),
-    ]
-    assert [pool.models for pool in pools] == [{"cnn1", "cnn2"}, {"cnn3"}, {"cnn4", "cnn5"}]
+    pools = plan(node(16, 4), shares=shares, actors="6", gpus=0.25)
+    assert {pool.name: (pool.request.gpus, set(pool.models)) for pool in pools} == {
+        "pool-cnn1-cnn2": (0.5, {"cnn1", "cnn2"}),
+        "pool-cnn3": (0.1, {"cnn3"}),
+        "pool-cnn4-cnn5": (0.25, {"cnn4", "cnn5"}),
+    }
 
 
 def test_a_share_like_the_others_makes_no_pool() -> None:
@@ -359,7 +350,7 @@ def test_a_pool_that_is_full_leaves_the_rest_to_the_others() -> None:
 def test_fewer_actors_than_pools_are_refused_with_how_many_it_takes() -> None:
     message = refusal(node(8, 1), shares={"cnn1": 0.1, "cnn2": 0.2}, actors="2")
     assert "--actors 2" in message.partition("Try")[0]
-    assert message.endswith("Try --actors 3")
+    assert "Try --actors 3" in message
 
 
 def test_shares_larger_than_a_gpu_that_is_there_are_refused() -> None:
@@ -424,8 +415,7 @@ def test_a_driver_that_does_not_fit_is_refused_by_its_own_flags() -> None:
 
 
 def test_a_driver_that_takes_everything_leaves_a_suggestion() -> None:
-    with pytest.raises(ClusterError, match="--cpus 0"):
-        plan(node(2), driver__cpus=2.0)
+    assert "Try --cpus 0" in refusal(node(2), driver__cpus=2.0)
 
 
 def test_a_cluster_without_nodes_is_an_error() -> None:

@@ -33,8 +33,9 @@ class Setup:
 
 
 class Backend(Protocol):
-    num_actors: int
-    """Jobs that can run at the same time."""
+    @property
+    def num_actors(self) -> int:
+        """Jobs that can run at the same time."""
 
     def reserve(self, config: Config) -> None:
         """Claim what the run needs and let it start up while the data are loaded; refuse what cannot fit."""

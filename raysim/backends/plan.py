@@ -66,8 +66,13 @@ class Nodes:
 
     def largest(self) -> Request:
         """The most that one actor could get of each."""
-        gpus = [float(sum(share > 1 - 1e-9 for share in node)) or max(node, default=0.0) for node in self.gpus]
-        return Request(max(self.cpus, default=0.0), max(gpus, default=0.0), max(self.memory, default=0.0))
+        gpus = [
+            float(sum(share > 1 - 1e-9 for share in node)) or max(node, default=0.0)
+            for node in self.gpus
+        ]
+        return Request(
+            max(self.cpus, default=0.0), max(gpus, default=0.0), max(self.memory, default=0.0)
+        )
 
 
 def _devices(free: Sequence[float], wanted: float) -> list[tuple[int, float]] | None:
@@ -82,7 +87,10 @@ def _devices(free: Sequence[float], wanted: float) -> list[tuple[int, float]] | 
 
 
 def make_plan(
-    config: Config, models: Sequence[str], shares: Mapping[str, float], resources: Sequence[Mapping[str, float]]
+    config: Config,
+    models: Sequence[str],
+    shares: Mapping[str, float],
+    resources: Sequence[Mapping[str, float]],
 ) -> list[Pool]:
     """The pools for a run, or a ClusterError that names the nearest plan that fits. `models` are dealt cyclically,
     `shares` are the GPU shares of those that have their own."""
@@ -175,7 +183,9 @@ def _require_all(config: Config, pools: list[Pool], nodes: Nodes) -> list[Pool]:
     for pool in pools:
         for _ in range(pool.count):
             if not nodes.place(pool.request):
-                raise ClusterError(_nearest(config, pool, wanted, placed, largest, total_cpus, total_gpus))
+                raise ClusterError(
+                    _nearest(config, pool, wanted, placed, largest, total_cpus, total_gpus)
+                )
             placed += 1
     return pools
 

@@ -12,11 +12,10 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch
-from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError
 
 import zoo
@@ -30,6 +29,8 @@ from raysim.errors import ClusterError
 from raysim.fleet import Fleet, gpu_shares
 from raysim.wire import Packed
 from raysim.worker import EVALUATE, Job, Outcome, Worker
+
+Ref = ray.ObjectRef[Any]
 
 QUEUE = 2
 """Tasks an actor has at a time: one running, one waiting for it."""
@@ -75,7 +76,7 @@ class _Slot:
 
     pool: "_Queue"
     label: str
-    actor: ActorHandle
+    actor: Any
     tasks: int = 0
     busy: float = 0.0
     """Expected seconds of work it has."""
@@ -95,10 +96,10 @@ class _Item:
     """A job with its inputs, and later its results."""
 
     job: Job
-    message: ray.ObjectRef
-    state: ray.ObjectRef | None
+    message: Ref
+    state: Ref | None
     cost: float
-    new_state: ray.ObjectRef | None = None
+    new_state: Ref | None = None
     outcome: Outcome | None = None
 
 
@@ -112,7 +113,7 @@ class _Task:
     ticket: "Ticket"
     tries: int = 0
     slot: _Slot | None = None
-    states: list[ray.ObjectRef] = field(default_factory=list)
+    states: list[Ref] = field(default_factory=list)
 
     @property
     def cost(self) -> float:
@@ -136,10 +137,10 @@ class RayBackend:
         self._queues: list[_Queue] = []
         self._by_client: dict[int, _Queue] = {}
         self._by_model: dict[str, _Queue] = {}
-        self._states: dict[int, ray.ObjectRef] = {}
-        self._newborn: dict[int, tuple[ray.ObjectRef, int]] = {}
+        self._states: dict[int, Ref] = {}
+        self._newborn: dict[int, tuple[Ref, int]] = {}
         self._newborn_bytes = 0
-        self._flying: dict[ray.ObjectRef, _Task] = {}
+        self._flying: dict[Ref, _Task] = {}
         self._waiting = 0
         self._order = itertools.count()
         self._pace: dict[tuple[str, str], float] = {}
@@ -164,12 +165,12 @@ class RayBackend:
                 label = pool.name if pool.count == 1 else f"{pool.name}-{i}"
                 queue.slots.append(_Slot(queue, label, self._create(pool, label)))
 
-    def _create(self, pool: Pool, label: str) -> ActorHandle:
+    def _create(self, pool: Pool, label: str) -> Any:
         request = pool.request
         options: dict[str, Any] = {"num_cpus": request.cpus, "num_gpus": request.gpus}
         if request.memory:
             options["memory"] = int(request.memory * GIB)
-        actor = ray.remote(ClientActor).options(
+        actor: Any = ray.remote(ClientActor).options(
             name=f"{self._run}-{label}",
             namespace="raysim",
             max_restarts=0,  # a dead actor is replaced, and its job done again, right here
@@ -186,7 +187,9 @@ class RayBackend:
             setup.config.to_tree(), setup.fleet, ray.put(setup.dataset), ray.put(setup.split)
         )  # fmt: skip
         slots = [slot for queue in self._queues for slot in queue.slots]
-        self._devices = ray.get([slot.actor.set_up.remote(*self._setup) for slot in slots])
+        self._devices: list[str] = ray.get(
+            [slot.actor.set_up.remote(*self._setup) for slot in slots]
+        )
         return assigned_device(setup.config.driver.gpus)
 
     def plan(self) -> list[tuple[str, str]]:
@@ -197,13 +200,15 @@ class RayBackend:
         ]
         if self._by_client:
             first = self._queues[0].pool
-            lines = [("actors", f"one for each client ({first.request}), named {first.name} and so on")]
+            lines = [
+                ("actors", f"one for each client ({first.request}), named {first.name} and so on")
+            ]
         return [("backend", f"ray: {self.num_actors} client actors on {devices}"), *lines]
 
-    def share(self, message: Packed) -> ray.ObjectRef:
+    def share(self, message: Packed) -> Ref:
         return ray.put(message)
 
-    def submit(self, jobs: Sequence[tuple[Job, ray.ObjectRef]], *, urgent: bool) -> Ticket:
+    def submit(self, jobs: Sequence[tuple[Job, Ref]], *, urgent: bool) -> Ticket:
         ticket = Ticket([self._item(job, message) for job, message in jobs])
         by_queue: dict[int, tuple[_Queue, list[_Item]]] = {}
         for item in ticket.items:
@@ -216,7 +221,7 @@ class RayBackend:
             self._feed(queue)
         return ticket
 
-    def _item(self, job: Job, message: ray.ObjectRef) -> _Item:
+    def _item(self, job: Job, message: Ref) -> _Item:
         state = self._states.get(job.client_id) or self._newborn.get(job.client_id, (None,))[0]
         if job.step == EVALUATE and state is None and self._newborn_bytes < NEWBORN_BYTES:
             job = replace(job, keep=True)
@@ -281,10 +286,10 @@ class RayBackend:
             slot.tasks += 1
             slot.busy += task.cost
 
-    def _call(self, slot: _Slot, task: _Task) -> ray.ObjectRef:
+    def _call(self, slot: _Slot, task: _Task) -> Ref:
         """Start a task on an actor; returns the reference of its outcomes."""
-        inputs: list[ray.ObjectRef | None] = [None]
-        where: dict[ray.ObjectRef | None, int] = {None: 0}
+        inputs: list[Ref | None] = [None]
+        where: dict[Ref | None, int] = {None: 0}
         for item in task.items:
             for ref in (item.state, item.message):
                 if ref not in where:
@@ -292,12 +297,12 @@ class RayBackend:
                     inputs.append(ref)
         places = [(where[item.state], where[item.message]) for item in task.items]
         kept = sum(item.job.keep for item in task.items)
-        run = slot.actor.run.options(num_returns=kept + 1)
+        run: Any = slot.actor.run.options(num_returns=kept + 1)
         refs = run.remote([item.job for item in task.items], places, *inputs)
         *task.states, outcomes = refs if kept else [refs]
-        return outcomes
+        return cast(Ref, outcomes)
 
-    def _land(self, ref: ray.ObjectRef) -> None:
+    def _land(self, ref: Ref) -> None:
         """A task is done, or its actor died."""
         task = self._flying.pop(ref)
         slot = task.slot
@@ -362,7 +367,7 @@ class RayBackend:
 
 def node_resources() -> list[dict[str, float]]:
     """What each living node has."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def _played(queue: _Queue) -> str:

@@ -49,7 +49,7 @@ def keep(name: str, make: Callable[[], Arrays]) -> Arrays:
 def _read(path: Path) -> Arrays | None:
     """The arrays, or None if they are not there whole: the file carries a checksum of each."""
     try:
-        with np.load(path, allow_pickle=False) as kept:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as kept:
             return {name: kept[name] for name in kept.files}
     except Exception:  # a torn zip file fails in a dozen ways, and the answer to all is the same
         return None

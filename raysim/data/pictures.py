@@ -82,7 +82,8 @@ def _each(call: Callable[[int], object], count: int) -> list[object]:
 def _open(encoded: Encoded, where: str) -> Image.Image:
     """The picture, its pixels not yet decoded."""
     try:
-        return Image.open(io.BytesIO(encoded) if isinstance(encoded, bytes) else encoded)
+        raw = encoded if isinstance(encoded, bytes) else encoded.read_bytes()
+        return Image.open(io.BytesIO(raw))
     except (OSError, ValueError, SyntaxError) as error:
         raise _broken(where, error) from error
 
