@@ -29,7 +29,7 @@ def get(spec: str, source: str | None = None) -> type[Method[Any, Any]]:
         return _only_method(importlib.import_module(f"methods.{spec}"), spec)
     if spec.endswith(".py"):
         return _only_method(_from_source(spec, source or read_source(spec) or ""), spec)
-    if "." in spec:
+    if "." in spec and all(part.isidentifier() for part in spec.split(".")):
         try:
             module = importlib.import_module(spec)
         except ModuleNotFoundError as error:
@@ -48,6 +48,8 @@ def read_source(spec: str) -> str | None:
         return Path(spec).read_text()
     except OSError as error:
         raise ConfigError(f"--method {spec}: cannot read the file ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--method {spec}: cannot read the file (it is not text)") from error
 
 
 def _from_source(spec: str, source: str) -> ModuleType:
@@ -78,6 +80,7 @@ def _only_method(module: ModuleType, spec: str) -> type[Method[Any, Any]]:
         and issubclass(value, Method)
         and value.__module__ == module.__name__
     ]
+    found = list(dict.fromkeys(found))  # a class may have two names
     if len(found) != 1:
         listed = ", ".join(cls.__name__ for cls in found) or "none"
         raise ConfigError(f"--method {spec}: expected one Method class in the file, found {listed}")

@@ -161,11 +161,11 @@ class Config:
     """Text of the user's own method file; filled in by raysim so that every machine has it."""
 
     def __post_init__(self) -> None:
-        if self.hp is None or isinstance(self.hp, Mapping):
-            import methods
+        import methods
 
-            if self.source is None:
-                object.__setattr__(self, "source", methods.read_source(self.method))
+        if self.source is None:
+            object.__setattr__(self, "source", methods.read_source(self.method))
+        if self.hp is None or isinstance(self.hp, Mapping):
             hp = _build(methods.get(self.method, self.source), self.hp or {}, "hp.")
             object.__setattr__(self, "hp", hp)
         _validate(self)
@@ -180,14 +180,14 @@ class Config:
         argv = expand_files(argv)
         spec = _last_value(argv, "--method") or cls.method
         hp = methods.get(spec, methods.read_source(spec))
-        typed = _with_hp(hp)
-        return tyro.cli(
-            typed,
+        parsed = tyro.cli(
+            _with_hp(hp),
             args=argv,
             prog="python -m raysim.launch",
             description=_DESCRIPTION,
             config=(tyro.conf.FlagConversionOff,),
         )
+        return Config(**{f.name: getattr(parsed, f.name) for f in dataclasses.fields(Config)})
 
     @classmethod
     def load(cls, path: str | Path) -> Config:
@@ -210,18 +210,16 @@ class Config:
     def replace(self, changes: Mapping[str, Any]) -> Config:
         """A copy with dotted keys changed: `config.replace({"train.lr": 0.1, "clients": 10})`."""
         tree = self.to_tree()
+        if "method" in changes:
+            tree.update(hp=_plain(Config(method=changes["method"]).hp), source=None)
         for key, value in changes.items():
             *groups, leaf = key.replace("-", "_").split(".")
-            node = tree
+            node: Any = tree
             for group in groups:
-                node = node.get(group, {}) if isinstance(node, dict) else {}
-            if leaf not in node:
+                node = node.get(group) if isinstance(node, dict) else None
+            if not isinstance(node, dict) or leaf not in node:
                 raise unknown("setting", key, _dotted(tree), "config")
             node[leaf] = value
-        if "method" in changes:
-            tree.update(
-                hp={k: v for k, v in tree["hp"].items() if f"hp.{k}" in changes}, source=None
-            )
         return Config.from_tree(tree)
 
 
@@ -271,6 +269,8 @@ def read_yaml(path: Path) -> Tree:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot read the file ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--config {path}: not a text file") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
     if tree is None:
@@ -353,13 +353,20 @@ def _validate(config: Config) -> None:
             raise ConfigError(f"--{flag} must be {rule}, got {found}")
 
     c = config
+    for prefix, group in [
+        ("", c),
+        *((f"{f.name}.", getattr(c, f.name)) for f in dataclasses.fields(c)),
+    ]:
+        if dataclasses.is_dataclass(group):
+            _check_choices(group, prefix)
     require(c.clients >= 1, "clients", "at least 1", c.clients)
     require(0 < c.participation <= 1, "participation", "in (0, 1]", c.participation)
     require(c.rounds >= 1, "rounds", "at least 1", c.rounds)
     require(c.cpus >= 0, "cpus", "at least 0", c.cpus)
     require(c.gpus >= 0, "gpus", "at least 0", c.gpus)
+    require(c.gpus <= 1 or c.gpus % 1 == 0, "gpus", "at most 1 or a whole number", c.gpus)
     require(c.memory is None or c.memory > 0, "memory", "more than 0 GiB", c.memory)
-    numbered = c.actors.isdigit() and int(c.actors) >= 1
+    numbered = c.actors.isdecimal() and int(c.actors) >= 1
     require(
         numbered or c.actors in ("auto", "clients"), "actors", "auto, clients or a number", c.actors
     )
@@ -368,10 +375,19 @@ def _validate(config: Config) -> None:
     require(c.train.lr > 0, "train.lr", "more than 0", c.train.lr)
     require(c.eval.every >= 1, "eval.every", "at least 1", c.eval.every)
     require(c.eval.batch_size >= 1, "eval.batch-size", "at least 1", c.eval.batch_size)
-    some = c.eval.clients.isdigit() and int(c.eval.clients) >= 1
+    some = c.eval.clients.isdecimal() and int(c.eval.clients) >= 1
     require(
         some or c.eval.clients in ("all", "cohort"),
         "eval.clients",
         "all, cohort or a number",
         c.eval.clients,
     )
+
+
+def _check_choices(group: Any, prefix: str) -> None:
+    for name, hint in typing.get_type_hints(type(group)).items():
+        choices, found = typing.get_args(hint), getattr(group, name, None)
+        if typing.get_origin(hint) is Literal and found not in choices:
+            raise unknown(
+                "choice", str(found), map(str, choices), f"--{prefix}{name.replace('_', '-')}"
+            )

@@ -57,6 +57,7 @@ class ClientError(RaysimError):
 def unknown(kind: str, name: str, known: Iterable[str], flag: str) -> ConfigError:
     """`unknown model 'resnet9' in fleet.models; did you mean 'resnet18'?`, with all names when none is near."""
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+    lowered = {each.lower(): each for each in names}
+    near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)
+    hint = f"did you mean {lowered[near[0]]!r}?" if near else f"known: {', '.join(names)}"
     return ConfigError(f"unknown {kind} {name!r} in {flag}; {hint}")

@@ -63,7 +63,7 @@ def gpu_shares(entries: tuple[str, ...], models: tuple[str, ...]) -> tuple[tuple
             share = float(text)
         except ValueError:
             share = -1.0
-        if not equals or share < 0:
+        if not equals or not share >= 0 or (share > 1 and share % 1):
             raise ConfigError(f"fleet.gpus takes MODEL=SHARE such as resnet18=0.25, got {entry!r}")
         if name not in models:
             raise unknown("model", name, models, "fleet.gpus")

@@ -1,8 +1,9 @@
 """Which actors to start, and whether they fit the cluster. Pure arithmetic over the nodes' resources."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from raysim import schedule
 from raysim.config import Config
@@ -86,14 +87,31 @@ def _devices(free: Sequence[float], wanted: float) -> list[tuple[int, float]] | 
     return [(min(fitting)[1], wanted)] if fitting else None
 
 
+class _Shortage(Exception):
+    """Why a plan does not fit; `make_plan` adds what would."""
+
+
 def make_plan(
     config: Config,
     models: Sequence[str],
     shares: Mapping[str, float],
     resources: Sequence[Mapping[str, float]],
 ) -> list[Pool]:
-    """The pools for a run, or a ClusterError that names the nearest plan that fits. `models` are dealt cyclically,
+    """The pools for a run, or a ClusterError that names the nearest plans that fit. `models` are dealt cyclically,
     `shares` are the GPU shares of those that have their own."""
+    try:
+        return _lay_out(config, models, shares, resources)
+    except _Shortage as shortage:
+        tries = _nearest(config, models, shares, resources)
+        raise ClusterError(f"{shortage}. Try {' or '.join(tries)}") from None
+
+
+def _lay_out(
+    config: Config,
+    models: Sequence[str],
+    shares: Mapping[str, float],
+    resources: Sequence[Mapping[str, float]],
+) -> list[Pool]:
     nodes = Nodes(resources)
     driver = Request(config.driver.cpus, config.driver.gpus)
     if not nodes.place(driver):
@@ -107,16 +125,18 @@ def make_plan(
             for client in range(config.clients)
             for model in [models[client % len(models)]]
         ]
-        return _require_all(config, pools, nodes)
+        return _require_all(pools, nodes)
     by_share: dict[float, set[str]] = {}
     for model in models:
         by_share.setdefault(shares.get(model, config.gpus), set()).add(model)
-    groups = list(by_share.values())
+    groups = [
+        by_share[share] for share in sorted(by_share, reverse=True)
+    ]  # the largest first packs best
     names = ["pool"] if len(groups) == 1 else ["pool-" + "-".join(sorted(g)) for g in groups]
     pools = [_pool(config, group, shares, name) for group, name in zip(groups, names, strict=True)]
     if config.actors == "auto":
         return _fill(config, pools, models, nodes, resources)
-    return _require_all(config, _deal(config, pools, models), nodes)
+    return _require_all(_deal(config, pools, models), nodes)
 
 
 def _pool(config: Config, models: set[str], shares: Mapping[str, float], name: str) -> Pool:
@@ -128,9 +148,7 @@ def _deal(config: Config, pools: list[Pool], models: Sequence[str]) -> list[Pool
     """--actors N over the pools, by the share of clients each serves, at least one to each."""
     wanted = int(config.actors)
     if wanted < len(pools):
-        raise ClusterError(
-            f"--actors {wanted}, but --fleet.gpus makes {len(pools)} kinds of actors. Try --actors {len(pools)}"
-        )
+        raise _Shortage(f"--actors {wanted}, but --fleet.gpus makes {len(pools)} kinds of actors")
     counts = [1] * len(pools)
     weights = [_clients_served(pool, models) for pool in pools]
     for _ in range(wanted - len(pools)):
@@ -147,7 +165,7 @@ def _fill(
     resources: Sequence[Mapping[str, float]],
 ) -> list[Pool]:
     """As many actors as the cluster fits and a round can use, the neediest pool first."""
-    _require_all(config, pools, nodes)
+    _require_all(pools, nodes)
     counts = [1] * len(pools)
     weights = [_clients_served(pool, models) for pool in pools]
     memory = sum(node.get("memory", 0.0) for node in resources) / GIB
@@ -175,51 +193,94 @@ def _clients_served(pool: Pool, models: Sequence[str]) -> int:
     return sum(model in pool.models for model in models)
 
 
-def _require_all(config: Config, pools: list[Pool], nodes: Nodes) -> list[Pool]:
+def _require_all(pools: list[Pool], nodes: Nodes) -> list[Pool]:
     largest = nodes.largest()
-    total_cpus, total_gpus = sum(nodes.cpus), sum(map(sum, nodes.gpus))
+    cpus, gpus = sum(nodes.cpus), sum(map(sum, nodes.gpus))
     wanted = sum(pool.count for pool in pools)
     placed = 0
     for pool in pools:
         for _ in range(pool.count):
-            if not nodes.place(pool.request):
-                raise ClusterError(
-                    _nearest(config, pool, wanted, placed, largest, total_cpus, total_gpus)
-                )
-            placed += 1
+            if nodes.place(pool.request):
+                placed += 1
+            elif placed == 0:
+                found = f"no node has more than {_shown(largest)}"
+                raise _Shortage(f"one actor asks for {pool.request}, but {found}")
+            else:
+                free = f"the cluster has {cpus:g} CPU and {gpus:g} GPU free, enough for {placed}"
+                raise _Shortage(f"{wanted} actors of {pool.request} do not fit: {free}")
     return pools
 
 
 def _nearest(
-    config: Config, pool: Pool, wanted: int, placed: int, largest: Request, cpus: float, gpus: float
-) -> str:
-    request = pool.request
-    if placed == 0 or request.gpus > largest.gpus or request.cpus > largest.cpus:
-        tries = []
-        if request.cpus > largest.cpus:
-            tries.append(f"--cpus {largest.cpus:g}")
-        if request.gpus > largest.gpus:
-            flag = "--gpus" if request.gpus == config.gpus else "--fleet.gpus shares of at most"
-            tries.append(f"{flag} {largest.gpus:g}")
-        if request.memory > largest.memory:
-            tries.append(f"--memory {math.floor(largest.memory * 10) / 10:g}")
-        found = f"no node has more than {_shown(largest)}"
-        return f"one actor asks for {request}, but {found}. Try {' '.join(tries) or '--actors 1'}"
-    share = _share_that_fits(cpus, wanted)
-    fewer = f"--actors {placed}" if config.actors != "clients" else "--actors auto"
-    smaller = f" or --cpus {share:g}" if request.cpus else ""
-    if request.gpus:
-        smaller += f" --gpus {_share_that_fits(gpus, wanted):g}"
-    return (
-        f"{wanted} actors of {request} do not fit: the cluster has {cpus:g} CPU and {gpus:g} GPU free, "
-        f"enough for {placed}. Try {fewer}{smaller}"
+    config: Config,
+    models: Sequence[str],
+    shares: Mapping[str, float],
+    resources: Sequence[Mapping[str, float]],
+) -> list[str]:
+    """Flags to type in addition, each of which was tried and fits: fewer actors, or the same with less each."""
+
+    def fits(change: _Change) -> bool:
+        capped = {model: min(share, change.get("fleet", share)) for model, share in shares.items()}
+        flags = {flag: value for flag, value in change.items() if flag != "fleet"}
+        try:
+            _lay_out(replace(config, **flags), models, capped, resources)
+        except _Shortage:
+            return False
+        return True
+
+    kinds = len({shares.get(model, config.gpus) for model in models})
+    fewer: list[_Change] = [{"actors": "auto"}] if config.actors == "clients" else []
+    if config.actors.isdecimal():
+        counts = range(max(int(config.actors) - 1, kinds), kinds - 1, -1)
+        fewer = [{"actors": str(count)} for count in counts]
+    less: dict[str, list[_Change]] = {
+        "cpus": [{"cpus": share} for share in _smaller(config.cpus)],
+        "gpus": [{"gpus": share} for share in _smaller(config.gpus)],
+        "fleet": [{"fleet": share} for share in _smaller(max(shares.values(), default=0.0))],
+        "memory": [
+            {"memory": tenth / 10}
+            for tenth in range(math.ceil((config.memory or 0) * 10) - 1, 0, -1)
+        ],
+    }
+    alone = [found for changes in (fewer, *less.values()) if (found := _first(changes, fits))]
+    if not alone:  # no one thing is enough: as much of each as the others leave when they are as small as can be
+        change: _Change = {key: value for c in less.values() if c for key, value in c[-1].items()}
+        for changes in less.values():
+            change = change | (_first(changes, lambda c, rest=change: fits(rest | c)) or {})  # type: ignore[misc]
+        alone = [change]
+    return [_typed(change) for change in alone]
+
+
+_Change = dict[str, Any]
+"""Settings of Config by name; `fleet` is the most that a share of --fleet.gpus may be."""
+
+
+def _smaller(share: float) -> list[float]:
+    """Whole ones, then 1/k of one, so that fractions divide evenly, then nothing; as fine as Ray counts."""
+    steps = [
+        *range(int(share), 0, -1),
+        *(math.floor(10_000 / k) / 10_000 for k in range(2, 10_001)),
+    ]
+    return [float(step) for step in steps if step < share] + [0.0] if share else []
+
+
+def _first(changes: Sequence[_Change], fits: Callable[[_Change], bool]) -> _Change | None:
+    """The first of ever smaller changes that fits, by bisection."""
+    if not changes or not fits(changes[-1]):
+        return None
+    low, high = 0, len(changes) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(changes[middle]) else (middle + 1, high)
+    return changes[low]
+
+
+def _typed(change: _Change) -> str:
+    names = {"fleet": "fleet.gpus shares of at most"}
+    values = (
+        (flag, value if isinstance(value, str) else f"{value:g}") for flag, value in change.items()
     )
-
-
-def _share_that_fits(total: float, wanted: int) -> float:
-    """The largest share such that `wanted` actors fit: 1/k of a core or GPU, so that fractions divide evenly."""
-    each = math.ceil(wanted / max(1, int(total)))
-    return math.floor(10_000 / each) / 10_000
+    return " ".join(f"--{names.get(flag, flag)} {value}" for flag, value in values)
 
 
 def _shown(request: Request) -> str:
