@@ -70,9 +70,9 @@ class TrainConfig:
 
     epochs: int = 1
     """Passes over the client's training data in a round."""
-    batch_size: int = 32
+    batch_size: int = 16
     """Samples in a step."""
-    lr: float = 0.01
+    lr: float = 0.05
     """Learning rate."""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """Optimizer, born anew in every round."""
@@ -130,7 +130,7 @@ class Config:
     """Number of simulated clients."""
     participation: float = 0.1
     """Share of clients that take part in a round, in (0, 1]."""
-    rounds: int = 40
+    rounds: int = 50
     """Communication rounds."""
     seed: int = 0
     """Seed of every random draw; same seed, same digest, whatever the backend."""
