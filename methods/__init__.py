@@ -23,8 +23,8 @@ def names() -> list[str]:
 
 
 def get(spec: str, source: str | None = None) -> type[Method[Any, Any]]:
-    """The Method class that `--method SPEC` means. `source` is the text of a user's file, for machines that do not have
-    the file itself."""
+    """The Method class that `--method SPEC` means. `source` is the text of a user's file, for
+    machines that do not have the file itself."""
     if spec in names():
         return _only_method(importlib.import_module(f"methods.{spec}"), spec)
     if spec.endswith(".py"):

@@ -1,12 +1,12 @@
 """FedAvg: average whole models; of nested models, layer by layer.
 
-McMahan et al., AISTATS 2017. https://arxiv.org/abs/1602.05629
-Layer-wise over nested models as in FedIN's Eq. 19: Chan et al., https://arxiv.org/abs/2304.00759
+McMahan et al., AISTATS 2017. https://arxiv.org/abs/1602.05629 Layer-wise over nested models as in
+FedIN's Eq. 19: Chan et al., https://arxiv.org/abs/2304.00759
 
-    Client k                                      Server
-    1  w_k <- its layers of w                     4  for every layer l: w_l <- mean of w_k,l over the participants
-    2  E epochs of cross-entropy on D_k                 that have it; a layer nobody has keeps its value
-    3  upload w_k                                 5  broadcast w
+    Client k                                Server
+    1  w_k <- its layers of w               4  for every layer l: w_l <- mean of w_k,l over the
+    2  E epochs of cross-entropy on D_k           participants that have it; else as it was
+    3  upload w_k                           5  broadcast w
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,9 @@ class FedAvg(Method[ClientState, Server]):
                 other, known = shapes.setdefault(layer, (name, shape))
                 if known != shape:
                     raise ConfigError(
-                        f"fedavg averages whole models, so all of them must be the same or nested; fleet.models names "
-                        f"{other} and {name}, whose {layer} differ. Try --fleet.models {other}, or --fleet.models resnet"
+                        f"fedavg averages whole models, so they must be the same or nested; "
+                        f"fleet.models names {other} and {name}, whose {layer} differ. "
+                        f"Try --fleet.models {other}, or --fleet.models resnet"
                     )
 
     def init_server(self, ctx: ServerContext) -> Server:

@@ -2,7 +2,7 @@
 
 Yi et al., NeurIPS 2024. https://arxiv.org/abs/2406.00488
 
-    G(theta): small model shared by all; F_k(omega_k): client k's own; P_k(phi_k): its private projector
+    G(theta): small model shared by all; F_k(omega_k): client k's own; P_k(phi_k): its projector
 
     Client k                                              Server
     1  theta_k <- theta                                   4  theta <- sum_k n_k/n * theta_k
@@ -13,8 +13,9 @@ Yi et al., NeurIPS 2024. https://arxiv.org/abs/2406.00488
 
     Inference ("mix-large"): F_hd(R)
 
-Where we differ from the public codes: uploads are copies (in the authors' code all of them are the last client's model),
-every client keeps its projector (HtFLlib's port never saves it) and its optimizer is born anew in every round.
+Where we differ from the public codes: uploads are copies (in the authors' code all of them are the
+last client's model), every client keeps its projector (HtFLlib's port never saves it) and its
+optimizer is born anew in every round.
 """
 
 from collections.abc import Sequence
@@ -68,7 +69,8 @@ class FedMRL(Method[Client, Server]):
     shared_model: str = "cnn5"
     """Architecture of the shared model G."""
     d1: int = 100
-    """Width of the coarse representation, at most the clients' own width d2 (--fleet.feature-dim)."""
+    """Width of the coarse representation, at most the clients' own width d2 (--fleet.feature-dim).
+    """
     coarse_weight: float = 1.0
     """m_lc, weight of the shared head's loss."""
     fine_weight: float = 1.0
@@ -79,8 +81,8 @@ class FedMRL(Method[Client, Server]):
     def check(self, fleet: Fleet, task: Task) -> None:
         if not 1 <= self.d1 <= fleet.feature_dim:
             raise ConfigError(
-                f"--hp.d1 must be between 1 and the clients' width d2 = {fleet.feature_dim}, got {self.d1}. "
-                f"Try --hp.d1 {fleet.feature_dim} or a larger --fleet.feature-dim"
+                f"--hp.d1 must be between 1 and the clients' width d2 = {fleet.feature_dim}, "
+                f"got {self.d1}. Try --hp.d1 {fleet.feature_dim} or a larger --fleet.feature-dim"
             )
         if self.shared_model not in zoo.names():
             raise unknown("model", self.shared_model, zoo.names(), "--hp.shared-model")
@@ -124,7 +126,7 @@ class FedMRL(Method[Client, Server]):
         return scores
 
     def fuse(self, client: Client, x: Tensor) -> Tensor:
-        """The projected concatenation of both representations, the shared one first: (batch, d2)."""
+        """Both representations, the shared one first, projected: (batch, d2)."""
         both = [client.shared.features(x), client.model.features(x)]
         fused: Tensor = client.projector(torch.cat(both, dim=1))
         return fused

@@ -2,17 +2,18 @@
 
 Tan et al., AAAI 2022. https://arxiv.org/abs/2105.00243
 
-    Client k                                              Server
-    1  E epochs on CE(f_k(g_k(x)), y)                     3  for every class c somebody sent:
-         + lambda * ||g_k(x) - P_y||^2 / d                     P_c <- mean of the p_k,c that were sent
-       (classes without a global P_y: CE only)            4  broadcast P
-    2  upload p_k,c = mean of g_k(x) over its class c
+    Client k                                        Server
+    1  E epochs on CE(f_k(g_k(x)), y)               3  for every class c somebody sent:
+         + lambda * ||g_k(x) - P_y||^2 / d               P_c <- mean of the p_k,c that were sent
+       (classes without a global P_y: CE only)      4  broadcast P
+    2  upload p_k,c = mean of g_k(x) over class c
 
     Inference: the class of the nearest P_c; a class without one is never the answer.
 
-Choices. The prototypes are those of the trained model, over all of D_k: the public codes gather them while training,
-from drifting weights. The mean over clients is unweighted and made anew every round, as in those codes; --hp.weighting
-samples gives the paper's |D_k,c| weights. Their `lambda` is tuned to 10 in HtFLlib and 1 in the original; 1 here.
+Choices. The prototypes are those of the trained model, over all of D_k: the public codes gather
+them while training, from drifting weights. The mean over clients is unweighted and made anew every
+round, as in those codes; --hp.weighting samples gives the paper's |D_k,c| weights. Their `lambda`
+is tuned to 10 in HtFLlib and 1 in the original; 1 here.
 """
 
 from collections.abc import Sequence
@@ -64,7 +65,8 @@ class FedProto(Method[Client, Server]):
     pull: float = 1.0
     """lambda, weight of the distance to the global prototypes."""
     weighting: Literal["uniform", "samples"] = "uniform"
-    """How the clients' prototypes of a class are averaged: equally, or by the samples behind them."""
+    """How the clients' prototypes of a class are averaged: equally, or by the samples behind them.
+    """
     inference: Literal["prototype", "head"] = "prototype"
     """Answer with the nearest global prototype, or with the client's own classifier."""
 

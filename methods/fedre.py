@@ -2,18 +2,18 @@
 
 Yao et al., CVPR 2026. https://arxiv.org/abs/2511.22265
 
-    Client k                                      Server
-    1  head_k <- head                             5  for mini-batches of the uploaded pairs:
-    2  E epochs of cross-entropy on D_k                head <- head - lr * grad sum_k CE(head(r_k), y_k)
-    3  u_c ~ U(0, 1), p_c = u_c / sum(u)          6  broadcast head
+    Client k                                Server
+    1  head_k <- head                       5  for mini-batches of the uploaded pairs:
+    2  E epochs of cross-entropy on D_k          head <- head - lr * grad sum_k CE(head(r_k), y_k)
+    3  u_c ~ U(0, 1), p_c = u_c / sum(u)    6  broadcast head
        for its classes c
     4  upload r_k = sum_c p_c mu_c, y_k = sum_c p_c e_c
        (mu_c: mean representation of class c, e_c: its one-hot label)
 
-This is the paper's default entanglement, RAP (random average of prototypes). Where we differ from the authors' code: the
-head really is broadcast (theirs never is), and it starts from weights of its own instead of being the very object that
-client 0 trains. As theirs, the server's loss is summed, not averaged, over a batch: with 10 participants and batches of
-32 that is one step of SGD a round.
+This is the paper's default entanglement, RAP (random average of prototypes). Where we differ from
+the authors' code: the head really is broadcast (theirs never is), and it starts from weights of its
+own instead of being the very object that client 0 trains. As theirs, the server's loss is summed,
+not averaged, over a batch: with 10 participants and batches of 32 that is one step of SGD a round.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,13 @@
 """Local: every client trains alone, nothing is sent. The reference that any federation must beat.
 
-Called "Standalone" in FedMRL (https://arxiv.org/abs/2406.00488) and "Local" in FedRE (https://arxiv.org/abs/2511.22265).
+Called "Standalone" in FedMRL (https://arxiv.org/abs/2406.00488) and "Local" in FedRE
+(https://arxiv.org/abs/2511.22265).
 
     Client k
     1  E epochs of cross-entropy on D_k
 
-As in the other methods only the round's participants train, so that all methods see the same amount of training.
+As in the other methods only the round's participants train, so that all methods see the same amount
+of training.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ import ray
 from raysim.config import Config
 from raysim.errors import ClusterError
 
-# Ray's own future defaults, chosen now so that it need not warn about them; and nothing is reported to anyone.
+# Ray's own future default, chosen now so that it need not warn; and nothing is reported to anyone.
 _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -20,8 +20,8 @@ _ENVIRONMENT = {
 
 @contextmanager
 def connected(config: Config) -> Iterator[str | None]:
-    """A connection for a block; yields the dashboard's address. A cluster that was already joined by this process is
-    used as it is and left alone."""
+    """A connection for a block; yields the dashboard's address. A cluster that was already joined
+    by this process is used as it is and left alone."""
     if ray.is_initialized():
         yield None
         return

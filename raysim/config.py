@@ -1,22 +1,21 @@
 """One vocabulary: a field here is the command-line flag, the YAML key and the Tune key.
 
-Defaults < `--config` file < command line: a YAML file is flattened to flags that stand before the user's own, so both
-go through one parser and one style of error. Below `simulation` only plain values travel.
+Defaults < `--config` file < command line: a YAML file is flattened to flags that stand before the
+user's own, so both go through one parser and one style of error. Below `simulation` only plain
+values travel.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from raysim.errors import ConfigError, unknown
-
-Tree = dict[str, Any]
+from raysim.settings import Tree, build, dotted, expand_files, last_value, plain
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,8 @@ class DataConfig:
     """The data and how it is dealt to the clients."""
 
     name: str = "shapes"
-    """Data set: shapes (embedded, procedural), fashion_mnist, cifar10, cifar100, svhn, tiny_imagenet, or parquet:PATH."""
+    """Data set: shapes (embedded, procedural), fashion_mnist, cifar10, cifar100, svhn,
+    tiny_imagenet, or parquet:PATH."""
     root: Path | None = None
     """Folder that holds the data sets (not needed by shapes). Nothing is downloaded."""
     samples: int = 16000
@@ -32,9 +32,11 @@ class DataConfig:
     classes: int = 10
     """Number of classes that shapes draws, 2 to 100."""
     image_size: int | None = None
-    """Resize images to this many pixels a side; None keeps the set's own size (Fashion-MNIST: 32)."""
+    """Resize images to this many pixels a side; None keeps the set's own size (Fashion-MNIST: 32).
+    """
     partition: Literal["iid", "dirichlet", "pathological", "classes"] = "dirichlet"
-    """How samples are dealt to clients: iid; dirichlet (FedRE's PRA); pathological (FedRE's PAT); classes (FedMRL's)."""
+    """How samples are dealt to clients: iid; dirichlet (FedRE's PRA); pathological (FedRE's PAT);
+    classes (FedMRL's)."""
     alpha: float = 0.1
     """Concentration of the Dirichlet partition; smaller is more skewed."""
     classes_per_client: int = 2
@@ -42,8 +44,9 @@ class DataConfig:
     low_weight: float = 0.4
     """Lower end of the slot weights U(low, 1 - low) in the classes partition (FedMRL's LowProb)."""
     test: Literal["split", "official"] = "split"
-    """Where a client's test data come from: split pools the official parts, deals them and splits each client's share;
-    official deals the official test part in the proportions of the client's training data."""
+    """Where a client's test data come from: split pools the official parts, deals them and splits
+    each client's share; official deals the official test part in the proportions of the client's
+    training data."""
     test_fraction: float = 0.25
     """Share of a client's samples held out for its test, with --data.test split."""
     augment: Literal["none", "flip", "crop_flip"] = "none"
@@ -55,7 +58,8 @@ class FleetConfig:
     """Who the clients are."""
 
     models: tuple[str, ...] = ("cnn",)
-    """Models or a family (cnn, resnet, slim_resnet, htfe2/3/4/8/9, htm10), dealt to clients cyclically."""
+    """Models or a family (cnn, resnet, slim_resnet, htfe2/3/4/8/9, htm10), dealt to clients
+    cyclically."""
     feature_dim: int | None = None
     """Width of the representation. None: the models' own width if they agree, else 512."""
     mapping: Literal["ap", "mp", "fc"] = "ap"
@@ -83,7 +87,8 @@ class TrainConfig:
     clip: float | None = None
     """Clip the gradient norm of each module to this."""
     drop_last: bool = True
-    """Leave out an epoch's last batch when it is not full (a client smaller than a batch trains on all it has)."""
+    """Leave out an epoch's last batch when it is not full (a client smaller than a batch trains on
+    all it has)."""
     shuffle: bool = True
     """Draw a new order of samples in every epoch."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -99,13 +104,17 @@ class EvalConfig:
     every: int = 1
     """Evaluate after every so many rounds, and after the last."""
     clients: str = "all"
-    """Who is evaluated: all, cohort (this round's participants), or a number (a sample of that size, drawn once)."""
+    """Who is evaluated: all, cohort (this round's participants), or a number (a sample of that
+    size, drawn once)."""
     data: Literal["local", "global"] = "local"
-    """local: each client's own test data; global: the union of all clients' test data, for every client."""
+    """local: each client's own test data; global: the union of all clients' test data, for every
+    client."""
     per: Literal["client", "architecture"] = "client"
-    """architecture evaluates only the first client of each model (FedIN's protocol, with --eval.data global)."""
+    """architecture evaluates only the first client of each model (FedIN's protocol, with
+    --eval.data global)."""
     fresh: bool = True
-    """Deliver the server's newest message before evaluating (on a copy); False evaluates what local training left."""
+    """Deliver the server's newest message before evaluating (on a copy); False evaluates what local
+    training left."""
     batch_size: int = 256
     """Samples in an evaluation step."""
 
@@ -139,7 +148,8 @@ class Config:
     backend: Literal["ray", "local"] = "ray"
     """ray: client actors on a cluster; local: the same simulation in this process."""
     address: str | None = None
-    """Ray cluster to attach to: auto, host:port or ray://host:port. None starts a private one on this machine."""
+    """Ray cluster to attach to: auto, host:port or ray://host:port. None starts a private one on
+    this machine."""
     actors: str = "auto"
     """auto: as many as the cluster fits; clients: one named actor for each client; or a number."""
     cpus: float = 1.0
@@ -166,19 +176,20 @@ class Config:
         if self.source is None:
             object.__setattr__(self, "source", methods.read_source(self.method))
         if self.hp is None or isinstance(self.hp, Mapping):
-            hp = _build(methods.get(self.method, self.source), self.hp or {}, "hp.")
+            hp = build(methods.get(self.method, self.source), self.hp or {}, "hp.")
             object.__setattr__(self, "hp", hp)
         _validate(self)
 
     @classmethod
     def parse(cls, argv: Sequence[str]) -> Config:
-        """The command line as a Config. `--help` and errors of spelling end the process, as argparse does."""
+        """The command line as a Config. `--help` and errors of spelling end the process, as
+        argparse does."""
         import tyro
 
         import methods
 
         argv = expand_files(argv)
-        spec = _last_value(argv, "--method") or cls.method
+        spec = last_value(argv, "--method") or cls.method
         hp = methods.get(spec, methods.read_source(spec))
         parsed = tyro.cli(
             _with_hp(hp),
@@ -197,12 +208,12 @@ class Config:
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Config:
         """The inverse of `to_tree`."""
-        config: Config = _build(cls, tree, "")
+        config: Config = build(cls, tree, "")
         return config
 
     def to_tree(self, source: bool = True) -> Tree:
         """As nested plain values; `source` keeps the text of a user's own method file."""
-        tree: Tree = _plain(self)
+        tree: Tree = plain(self)
         if not source:
             tree.pop("source")
         return tree
@@ -211,27 +222,30 @@ class Config:
         """A copy with dotted keys changed: `config.replace({"train.lr": 0.1, "clients": 10})`."""
         tree = self.to_tree()
         if "method" in changes:
-            tree.update(hp=_plain(Config(method=changes["method"]).hp), source=None)
+            tree.update(hp=plain(Config(method=changes["method"]).hp), source=None)
         for key, value in changes.items():
             *groups, leaf = key.replace("-", "_").split(".")
             node: Any = tree
             for group in groups:
                 node = node.get(group) if isinstance(node, dict) else None
             if not isinstance(node, dict) or leaf not in node:
-                raise unknown("setting", key, _dotted(tree), "config")
+                raise unknown("setting", key, dotted(tree), "config")
             node[leaf] = value
         return Config.from_tree(tree)
 
 
 _DESCRIPTION = """\
-Simulate model-heterogeneous federated learning: --clients N of them, each with its own model, on Ray or in-process.
+Simulate model-heterogeneous federated learning: --clients N of them, each with its own model, on
+Ray or in-process.
 
---config FILE reads any of these settings from a YAML file (such as a run's config.yaml); flags given here win over it.
+--config FILE reads any of these settings from a YAML file (such as a run's config.yaml); flags
+given here win over it.
 --hp.* are the settings of the chosen --method."""
 
 
 def _with_hp(method: type) -> type[Config]:
-    """Config with the method's own class as the type of `hp`, and without what is not the user's to type."""
+    """Config with the method's own class as the type of `hp`, and without what is not the user's to
+    type."""
     import tyro
 
     hidden = tyro.conf.Suppress[str | None]
@@ -243,106 +257,6 @@ def _with_hp(method: type) -> type[Config]:
     typed.__doc__ = Config.__doc__
     typed.__module__ = Config.__module__
     return typed
-
-
-def expand_files(argv: Sequence[str]) -> list[str]:
-    """Replace `--config FILE` by the flags the file means, before all others, so that typed flags win."""
-    from_files: list[str] = []
-    typed: list[str] = []
-    rest = iter(argv)
-    for word in rest:
-        name, equals, value = word.partition("=")
-        if name != "--config":
-            typed.append(word)
-            continue
-        path = value if equals else next(rest, None)
-        if path is None:
-            raise ConfigError("--config needs the path of a YAML file")
-        from_files += flags(read_yaml(Path(path)))
-    return from_files + typed
-
-
-def read_yaml(path: Path) -> Tree:
-    import yaml
-
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"--config {path}: cannot read the file ({error.strerror})") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {path}: not a text file") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: not valid YAML: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(
-            f"--config {path}: expected settings such as 'clients: 100', got {tree!r}"
-        )
-    return tree
-
-
-def flags(tree: Mapping[str, Any], prefix: str = "--") -> Iterator[str]:
-    """{'train': {'lr': 0.1}} -> '--train.lr', '0.1'"""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flags(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-            yield from map(str, value if isinstance(value, list) else [value])
-
-
-def _last_value(argv: Sequence[str], flag: str) -> str | None:
-    found = None
-    for i, word in enumerate(argv):
-        name, equals, value = word.partition("=")
-        if name == flag:
-            found = value if equals else next(iter(argv[i + 1 : i + 2]), None)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        yield f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            yield from _dotted(value, f"{prefix}{key}.")
-
-
-def _build(cls: type[Any], tree: Mapping[str, Any], prefix: str) -> Any:
-    """A dataclass from nested plain values; an unknown key is an error that names the nearest known one."""
-    hints = typing.get_type_hints(cls)
-    known = {f.name for f in dataclasses.fields(cls)}
-    for key in tree:
-        if key not in known:
-            raise unknown(
-                "setting", f"{prefix}{key}", [f"{prefix}{name}" for name in known], "config"
-            )
-    values = {key: _convert(hints[key], value, f"{prefix}{key}.") for key, value in tree.items()}
-    return cls(**values)
-
-
-def _convert(hint: Any, value: Any, prefix: str) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None:
-        return None
-    for kind in kinds:
-        if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-            return _build(typing.cast(type, kind), value, prefix)
-        if kind is Path:
-            return Path(value)
-        if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
-            return tuple(value)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-    return value
 
 
 def _validate(config: Config) -> None:

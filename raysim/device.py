@@ -9,8 +9,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def assigned_device(gpu_share: float) -> torch.device:
-    """The GPU that Ray gave this actor, with memory held to its share; the CPU when it gave none or there is no CUDA
-    (Ray's GPUs may be logical)."""
+    """The GPU that Ray gave this actor, with memory held to its share; the CPU when it gave none or
+    there is no CUDA (Ray's GPUs may be logical)."""
     import ray
 
     ids = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
@@ -23,8 +23,8 @@ def assigned_device(gpu_share: float) -> torch.device:
 
 
 def keep_freed_memory(bytes: int = 2**28) -> None:
-    """Tell glibc to keep what a training step frees, since the next step takes the same megabytes again. Handing them
-    back and forth to the system costs cnn1 a quarter of its speed."""
+    """Tell glibc to keep what a training step frees, since the next step takes the same megabytes
+    again. Handing them back and forth to the system costs cnn1 a quarter of its speed."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, bytes)

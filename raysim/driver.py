@@ -1,4 +1,4 @@
-"""The driver actor: runs the simulation inside the cluster and streams events to whoever watches."""
+"""The driver actor: simulates inside the cluster and streams events to whoever watches."""
 
 import secrets
 import threading
@@ -22,7 +22,7 @@ from raysim.errors import ClientError, ClusterError, RaysimError
 from raysim.events import Event, Failed, Finished, Note
 from raysim.fleet import gpu_shares
 from raysim.record import FILES, SUMMARY
-from raysim.simulation import Simulation, default_out
+from raysim.simulation import Simulation, resolved
 
 
 class DriverActor:
@@ -53,8 +53,8 @@ class DriverActor:
                 self._news.notify_all()
 
     def poll(self, after: int) -> tuple[list[Event], tuple[int, int], bool]:
-        """Sleep until something happened after the first `after` events; return it, how many clients run and wait, and
-        whether the run is over."""
+        """Sleep until something happened after the first `after` events; return it, how many
+        clients run and wait, and whether the run is over."""
         with self._news:
             load = self._load
             self._news.wait_for(
@@ -86,7 +86,8 @@ class DriverActor:
 
 
 def failed(error: Exception) -> Failed:
-    """An exception as an event: what the user typed wrong needs no traceback, a client's own comes first."""
+    """An exception as an event: what the user typed wrong needs no traceback, a client's own comes
+    first."""
     if isinstance(error, ClientError):
         return Failed(str(error), error.cause, error.exit_code)
     if isinstance(error, RaysimError) and error.exit_code == 2:
@@ -96,16 +97,14 @@ def failed(error: Exception) -> Failed:
 
 def drive(config: Config, console: Console, started: float) -> Finished | Failed:
     """Run a simulation on a cluster and show what happens until it ends."""
-    config = default_out(config)
+    config = resolved(config)
     assert config.out is not None
     with connected(config) as dashboard:
         models = zoo.expand(config.fleet.models)
         make_plan(config, models, dict(gpu_shares(config.fleet.gpus, models)), node_resources())
         if dashboard:
             console.show(
-                Note(
-                    f"dashboard: http://{dashboard} (it asks for the token: ray get-auth-token --generate)"
-                )
+                Note(f"dashboard: http://{dashboard} (its token: ray get-auth-token --generate)")
             )
         name = f"raysim-{config.out.name}-{secrets.token_hex(2)}"
         driver = _create_driver(config, name, started)

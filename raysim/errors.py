@@ -5,11 +5,12 @@
     ├── DataError        a data set is missing, unreadable or too small
     ├── ClusterError     the plan does not fit the cluster, or the cluster cannot be reached
     ├── WireError        a message holds what may not cross the network
-    ├── ClientError      a client's step failed; carries client, model, round and the original traceback
+    ├── ClientError      a client's step failed; carries the original traceback
     └── RunError         a run folder is not one, or already holds one
 
-`launch` prints the first three, and RunError, as one message without a traceback and exits with code 2. The others
-are the method's fault, not the command line's: they exit with code 1 and show the original traceback first.
+`launch` prints the first three, and RunError, as one message without a traceback and exits with
+code 2. The others are the method's fault, not the command line's: they exit with code 1 and show
+the original traceback first.
 """
 
 import difflib
@@ -43,7 +44,8 @@ class WireError(RaysimError):
 
 
 class ClientError(RaysimError):
-    """A client's step failed. `cause` is the original traceback as text, since it crossed processes."""
+    """A client's step failed. `cause` is the original traceback as text, since it crossed
+    processes."""
 
     def __init__(self, message: str, cause: str = "") -> None:
         super().__init__(message, cause)
@@ -55,7 +57,8 @@ class ClientError(RaysimError):
 
 
 def unknown(kind: str, name: str, known: Iterable[str], flag: str) -> ConfigError:
-    """`unknown model 'resnet9' in fleet.models; did you mean 'resnet18'?`, with all names when none is near."""
+    """`unknown model 'resnet9' in fleet.models; did you mean 'resnet18'?`, with all names when none
+    is near."""
     names = sorted(known)
     lowered = {each.lower(): each for each in names}
     near = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""`python -m raysim.launch --clients 100`: argv -> Config -> run -> live progress -> summary table."""
+"""`python -m raysim.launch --clients 100`: argv -> Config -> run -> progress -> summary."""
 
 import signal
 import sys

@@ -1,8 +1,9 @@
 """What a method is made of.
 
-A method is one frozen dataclass: its fields are the hyper-parameters, its methods are the paper's steps. Hyper-parameters
-are frozen (`self`), state is a dataclass mutated in place, messages are NamedTuples that are returned and copied at the
-wire. The engine calls every step, in this order in a round:
+A method is one frozen dataclass: its fields are the hyper-parameters, its methods are the paper's
+steps. Hyper-parameters are frozen (`self`), state is a dataclass mutated in place, messages are
+NamedTuples that are returned and copied at the wire. The engine calls every step, in this order in
+a round:
 
     server                      client
     1  broadcast            ->  2  receive
@@ -39,9 +40,11 @@ P = TypeVar("P")
 
 @dataclass
 class ClientState:
-    """What a client keeps between rounds; subclass it to keep more: modules, tensors, numbers, containers of them.
+    """What a client keeps between rounds; subclass it to keep more: modules, tensors, numbers,
+    containers of them.
 
-    Every module must be there after `init_client`; weights that come later are kept as `Weights | None`."""
+    Every module must be there after `init_client`; weights that come later are kept as `Weights |
+    None`."""
 
     model: SplitModel
 
@@ -65,7 +68,8 @@ class Cohort(Protocol):
     def ids(self) -> Sequence[int]: ...
 
     def call(self, step: Callable[..., Any], message: Any) -> list[Reply[Any]]:
-        """Run a step of the method on every client and return their replies in the order of their ids."""
+        """Run a step of the method on every client and return their replies in the order of their
+        ids."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class ClientContext:
         order = self.indices[torch.randperm(n).numpy()] if self.train.shuffle else self.indices
         for start in range(0, n, size):
             rows = order[start : start + size]
-            # A last batch of one sample has no batch statistics, so it is left out too if there were others.
+            # A last batch of one has no batch statistics: it is left out if there were others.
             if start and len(rows) < (size if self.train.drop_last else 2):
                 return
             x, y = self._batch(rows)
@@ -144,8 +148,9 @@ class ClientContext:
         return make_batch(self.dataset, rows, self.device, self.train.memory_format)
 
     def fit(self, loss: ops.Loss, *modules: nn.Module, lr: float | None = None) -> float:
-        """Train modules for the configured epochs on `loss(x, y)`, the paper's equation as a closure. Returns the mean
-        loss of a sample, which also becomes the client's training loss in the records."""
+        """Train modules for the configured epochs on `loss(x, y)`, the paper's equation as a
+        closure. Returns the mean loss of a sample, which also becomes the client's training loss in
+        the records."""
         mean = ops.train(loss, modules, self.batches, self.train, self.device.type, lr)
         self.losses.append(mean)
         return mean
@@ -157,7 +162,8 @@ class ClientContext:
 
 @dataclass(frozen=True)
 class Method(Generic[C, S]):
-    """Subclass with your hyper-parameters as fields, each followed by a docstring: that is its `--hp.` help."""
+    """Subclass with your hyper-parameters as fields, each followed by a docstring: that is its
+    `--hp.` help."""
 
     same_models: ClassVar[str] = ""
     """Why every client needs the same architecture; empty when models may differ."""
@@ -165,7 +171,8 @@ class Method(Generic[C, S]):
     """Why representations need one width; empty when widths may differ."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
-        """Refuse, before anything starts, what this method cannot run: raise ConfigError naming the flag."""
+        """Refuse, before anything starts, what this method cannot run: raise ConfigError naming the
+        flag."""
 
     def init_server(self, ctx: ServerContext) -> S:
         raise NotImplementedError(f"{type(self).__name__} needs init_server")
@@ -187,7 +194,7 @@ class Method(Generic[C, S]):
         """Learn from the replies, which come in the order of client ids."""
 
     def predict(self, client: C, x: Tensor) -> Tensor:
-        """Scores of the classes, (batch, classes); the largest is the answer, -inf means "never"."""
+        """Scores, (batch, classes); the largest is the answer, -inf means "never"."""
         scores: Tensor = client.model(x)
         return scores
 
@@ -199,7 +206,8 @@ class Method(Generic[C, S]):
 
     @classmethod
     def messages(cls) -> dict[str, type]:
-        """The NamedTuples of the method's file (and its bases'), by name: what may be rebuilt from the wire."""
+        """The NamedTuples of the method's file (and its bases'), by name: what may be rebuilt from
+        the wire."""
         found: dict[str, type] = {}
         for base in reversed(cls.__mro__):
             for name, value in vars(sys.modules[base.__module__]).items():
@@ -217,8 +225,8 @@ def check(method: Method[Any, Any], fleet: Fleet, task: Task, name: str) -> None
     distinct = list(dict.fromkeys(fleet.models))
     if method.same_models and len(distinct) > 1:
         raise ConfigError(
-            f"{name} {method.same_models}, so every client needs the same model; fleet.models names "
-            f"{len(distinct)}. Try --fleet.models {distinct[0]}"
+            f"{name} {method.same_models}, so every client needs the same model; "
+            f"fleet.models names {len(distinct)}. Try --fleet.models {distinct[0]}"
         )
     method.check(fleet, task)
 
@@ -233,8 +241,8 @@ def state_tree(state: Any) -> dict[str, Any]:
 
 
 def load_state(state: Any, tree: dict[str, Any], device: torch.device) -> None:
-    """The inverse of `state_tree`, into a state of the same structure, in place. Copies: the tree may be borrowed
-    memory."""
+    """The inverse of `state_tree`, into a state of the same structure, in place. Copies: the tree
+    may be borrowed memory."""
     for field in fields(state):
         current = getattr(state, field.name)
         if isinstance(current, nn.Module):

@@ -15,7 +15,8 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 
 
 def get_weights(module: nn.Module) -> Weights:
-    """Parameters and buffers by name. The tensors are the module's own; the wire copies what is sent."""
+    """Parameters and buffers by name. The tensors are the module's own; the wire copies what is
+    sent."""
     return {name: tensor.detach() for name, tensor in module.state_dict().items()}
 
 
@@ -26,8 +27,9 @@ def set_weights(module: nn.Module, weights: Weights) -> None:
 
 
 def weighted_mean(weights: Sequence[Weights], shares: Sequence[float]) -> Weights:
-    """Mean by name, each name over those who have it: of one architecture or of nested ones (FedIN's Eq. 19 when all
-    shares are equal). Integers, such as batch-norm counters, are taken from the first owner."""
+    """Mean by name, each name over those who have it: of one architecture or of nested ones
+    (FedIN's Eq. 19 when all shares are equal). Integers, such as batch-norm counters, are taken
+    from the first owner."""
     result: Weights = {}
     for name in dict.fromkeys(name for one in weights for name in one):
         owners = [
@@ -60,8 +62,8 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 
 def class_means(features: Callable[[Tensor], Tensor], batches: Batches) -> tuple[Tensor, Tensor]:
-    """Mean representation of each class that occurs: (classes present, width), and those classes in ascending order.
-    Costs O(n d): each sample is added to its class once."""
+    """Mean representation of each class that occurs: (classes present, width), and those classes in
+    ascending order. Costs O(n d): each sample is added to its class once."""
     sums = counts = None
     for x, y in batches:
         r = features(x).float()
@@ -105,7 +107,8 @@ def train(
     device: str,
     lr: float | None = None,
 ) -> float:
-    """The training loop of a client: `config.epochs` passes over `batches()`. Returns the mean loss of a sample."""
+    """The training loop of a client: `config.epochs` passes over `batches()`. Returns the mean loss
+    of a sample."""
     optimizer = make_optimizer(modules, config, lr)
     forward = autocast(config.precision, device)
     total, count = torch.zeros((), device=device), 0
@@ -130,7 +133,8 @@ def train(
 
 @contextmanager
 def single_sample(modules: Sequence[nn.Module], size: int) -> Iterator[None]:
-    """One sample has no batch statistics: for a batch of one, batch norm uses (and keeps) its running ones."""
+    """One sample has no batch statistics: for a batch of one, batch norm uses (and keeps) its
+    running ones."""
     norms = [
         child
         for module in (modules if size == 1 else ())
@@ -156,8 +160,8 @@ def fit(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     **settings: Any,
 ) -> float:
-    """Train modules on tensors that fit in memory: the server's counterpart of `ctx.fit`. Returns the mean loss of a
-    step in the last epoch."""
+    """Train modules on tensors that fit in memory: the server's counterpart of `ctx.fit`. Returns
+    the mean loss of a step in the last epoch."""
     step = optimizer([p for module in modules for p in module.parameters()], lr=lr, **settings)
     mean = 0.0
     for _ in range(epochs):

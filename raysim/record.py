@@ -66,8 +66,8 @@ class Table:
         self._done = pa.concat_tables([self._done, fresh]).combine_chunks()
 
     def write(self, last: bool = False) -> None:
-        """Rewrite the file, unless that took more than 2 % of the time since it was last done: then at a later round,
-        or at the end."""
+        """Rewrite the file, unless that took more than 2 % of the time since it was last done: then
+        at a later round, or at the end."""
         now = time.perf_counter()
         if not last and self._cost > 0.02 * (now - self._written):
             return

@@ -76,10 +76,10 @@ class Result:
 
 def run(config: Config, console: Console | None = None, started: float | None = None) -> Result:
     """Simulate, and return what the run left. Raises a RaysimError when it could not."""
-    from raysim.simulation import default_out, preflight
+    from raysim.simulation import preflight, resolved
 
     started = time.time() if started is None else started
-    config = default_out(config)
+    config = resolved(config)
     assert config.out is not None
     preflight(config)
     console = console or make_console()

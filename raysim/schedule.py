@@ -6,7 +6,7 @@ from raysim.seeding import numpy_rng
 
 
 def cohort(seed: int, round: int, num_clients: int, participation: float) -> list[int]:
-    """The participants of a round: uniform without replacement, at least one, in ascending order."""
+    """Who takes part: uniform without replacement, at least one, in ascending order."""
     size = max(1, int(num_clients * participation + 1e-9))
     return _draw(num_clients, size, seed, "cohort", round)
 

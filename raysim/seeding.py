@@ -1,4 +1,4 @@
-"""Every random draw comes from (seed, purpose, round, client), so no schedule can change a result."""
+"""Every random draw comes from (seed, purpose, round, client), so no schedule changes a result."""
 
 import hashlib
 import random
@@ -21,8 +21,8 @@ def numpy_rng(seed: int, purpose: str, round: int = 0, client: int = -1) -> np.r
 
 @contextmanager
 def seeded(seed: int, purpose: str, round: int = 0, client: int = -1) -> Iterator[None]:
-    """Seed torch, numpy and random for a block, so that method code draws as it likes; the caller's streams return
-    afterwards untouched."""
+    """Seed torch, numpy and random for a block, so that method code draws as it likes; the caller's
+    streams return afterwards untouched."""
     state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     value = derive(seed, purpose, round, client)
     torch.manual_seed(value)

@@ -16,7 +16,7 @@ from raysim import method as method_module
 from raysim.backends import Backend, Setup
 from raysim.config import Config
 from raysim.errors import ClientError
-from raysim.events import Evaluated, Event, Finished, RoundFinished, Started
+from raysim.events import Evaluated, Event, Finished, Note, RoundFinished, Started
 from raysim.fleet import assemble
 from raysim.method import PerClient, Reply, ServerContext, state_tree
 from raysim.record import Recorder, refuse_used, versions
@@ -27,8 +27,16 @@ from raysim.worker import EVALUATE, Job, Outcome
 Emit = Callable[[Event], None]
 
 
-def default_out(config: Config) -> Config:
-    """A Config whose `out` is named: runs/METHOD-DATE-TIME unless the user chose."""
+def resolved(config: Config) -> Config:
+    """A Config that means the same in every process: paths are absolute, and `out` is named:
+    runs/METHOD-DATE-TIME unless the user chose."""
+    settings = config.data
+    if settings.root is not None:
+        settings = replace(settings, root=settings.root.absolute())
+    if settings.name.startswith("parquet:"):
+        path = Path(settings.name.removeprefix("parquet:")).absolute()
+        settings = replace(settings, name=f"parquet:{path}")
+    config = replace(config, data=settings)
     if config.out is not None:
         return replace(config, out=config.out.absolute())
     stem = Path(config.method).stem if config.method.endswith(".py") else config.method
@@ -36,7 +44,8 @@ def default_out(config: Config) -> Config:
 
 
 def preflight(config: Config) -> None:
-    """What can be refused before anything starts: the output folder, the data's files and the models' names."""
+    """What can be refused before anything starts: the output folder, the data's files and the
+    models' names."""
     if config.out is not None:
         refuse_used(config.out)
     data.check(config.data)
@@ -51,7 +60,7 @@ class Simulation:
     def __init__(
         self, config: Config, backend: Backend, emit: Emit, started: float | None = None
     ) -> None:
-        self.config = default_out(config)
+        self.config = resolved(config)
         self.method = config.hp
         self.backend = backend
         self.emit = emit
@@ -97,6 +106,13 @@ class Simulation:
         self.fleet = assemble(config.fleet, dataset.task)
         method_module.check(self.method, self.fleet, dataset.task, config.method)
         self.split_digest = split.digest()
+        if split.repaired:
+            self.emit(
+                Note(
+                    f"{config.data.partition} left some clients too small; {split.repaired} samples were "
+                    "moved to them from the largest"
+                )
+            )
         self.device = self.backend.start(Setup(config, self.fleet, dataset, split))
         self.task = dataset.task
         with seeded(config.seed, "init_server"):
@@ -211,7 +227,7 @@ class Simulation:
         )
 
     def share(self, message: Any, ids: Sequence[int], name: str) -> dict[int, Any]:
-        """Check a message, encode it once (a PerClient once a client) and hand it to the backend."""
+        """Check a message, encode it once (a PerClient for each) and hand it to the backend."""
         if isinstance(message, PerClient):
             return {client: self._share(message[client], f"{name}[{client}]") for client in ids}
         return dict.fromkeys(ids, self._share(message, name))
@@ -227,7 +243,8 @@ class Simulation:
             if (failure := outcome.failure) is not None:
                 model = self.fleet.model_of(client)
                 raise ClientError(
-                    f"{step} failed on client {client} ({model}) in round {number}: {failure.message}",
+                    f"{step} failed on client {client} ({model}) in round {number}: "
+                    f"{failure.message}",
                     failure.traceback,
                 )
         return outcomes
@@ -269,7 +286,8 @@ class Simulation:
         }
 
     def _digest(self, rows: list[dict[str, Any]]) -> str:
-        """SHA-256 over the final server state, the state of every client that trained, and the metric history."""
+        """SHA-256 over the final server state, the state of every client that trained, and the
+        metric history."""
         sha = hashlib.sha256()
         server = None if self.server is None else state_tree(self.server)
         sha.update(wire.pack(server, "server").digest().encode())

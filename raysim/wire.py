@@ -1,8 +1,10 @@
-"""What may cross between client and server: check, copy, encode, measure. Checkpoints use the same codec.
+"""What may cross between client and server: check, copy, encode, measure. Checkpoints use the same
+codec.
 
-A *tree* is made of tensors, numbers, text, None, lists, tuples, dicts and NamedTuples. `pack` turns one into a JSON
-header and one contiguous buffer; `unpack` builds it again with fresh memory, so nothing is shared between sender and
-receiver. Decoding runs no code: a NamedTuple is rebuilt only from the classes the reader passes in.
+A *tree* is made of tensors, numbers, text, None, lists, tuples, dicts and NamedTuples. `pack` turns
+one into a JSON header and one contiguous buffer; `unpack` builds it again with fresh memory, so
+nothing is shared between sender and receiver. Decoding runs no code: a NamedTuple is rebuilt only
+from the classes the reader passes in.
 """
 
 import ctypes
@@ -24,8 +26,8 @@ Weights = dict[str, Tensor]
 
 _UNCOUNTED = "the papers do not count this field"
 Uncounted = Annotated[T, _UNCOUNTED]
-"""Marks a message field (a label, an id) that the papers leave out of their communication counts. It still appears in
-the ledger as `numbers` and `bytes`."""
+"""Marks a message field (a label, an id) that the papers leave out of their communication counts.
+It still appears in the ledger as `numbers` and `bytes`."""
 
 _ALIGNMENT = 64  # torch's own; kernels may round differently on memory that is aligned otherwise
 _DTYPES = {
@@ -60,7 +62,8 @@ class Size(NamedTuple):
 
     field: str
     scalars: int
-    """Floating-point numbers, as the papers count: without Uncounted fields and batch-norm statistics."""
+    """Floating-point numbers, as the papers count: without Uncounted fields and batch-norm
+    statistics."""
     numbers: int
     """All numbers."""
     bytes: int
@@ -129,15 +132,16 @@ def pack(tree: Any, name: str = "state") -> Packed:
 
 
 def unpack(packed: Packed, types: Mapping[str, type] | None = None) -> Any:
-    """Decode into fresh, writable memory. `types` are the NamedTuple classes that may be rebuilt, by name."""
+    """Decode into fresh, writable memory. `types` are the NamedTuple classes that may be rebuilt,
+    by name."""
     storage = torch.empty(packed.buffer.nbytes, dtype=torch.uint8)
     storage.numpy()[:] = packed.buffer
     return _decode(packed, storage, types or {})
 
 
 def peek(packed: Packed, types: Mapping[str, type] | None = None) -> Any:
-    """Decode without copying: the tensors are the packed memory itself, to be copied elsewhere at once and never
-    written to."""
+    """Decode without copying: the tensors are the packed memory itself, to be copied elsewhere at
+    once and never written to."""
     # By address, because torch warns about read-only arrays, and Ray's are.
     size = packed.buffer.nbytes
     alias = (ctypes.c_uint8 * size).from_address(packed.buffer.ctypes.data)
@@ -219,7 +223,8 @@ def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def measure(tree: Any, name: str) -> list[Size]:
-    """What a message weighs, field by field; a message that is not a NamedTuple is one field called `name`."""
+    """What a message weighs, field by field; a message that is not a NamedTuple is one field called
+    `name`."""
     if tree is None:
         return []
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -1,7 +1,8 @@
-"""Runs one client step. The only caller of client code: the local backend holds one Worker, each Ray actor another.
+"""Runs one client step. The only caller of client code: the local backend holds one Worker, each
+Ray actor another.
 
-State in, state out: a Worker keeps no truth. What it does keep can always be rebuilt: one built client for each
-architecture, into which the state of whoever is next is loaded.
+State in, state out: a Worker keeps no truth. What it does keep can always be rebuilt: one built
+client for each architecture, into which the state of whoever is next is loaded.
 """
 
 import time
@@ -36,14 +37,16 @@ class Job:
     client_id: int
     round: int
     keep: bool
-    """Whether a state comes out: after a step of the method the changed one, after an evaluation the untouched one."""
+    """Whether a state comes out: after a step of the method the changed one, after an evaluation
+    the untouched one."""
 
 
 class Evaluation(NamedTuple):
     correct: int
     samples: int
     loss: float
-    """Mean cross-entropy of a sample; may be infinite for methods that give some classes no score."""
+    """Mean cross-entropy of a sample; may be infinite for methods that give some classes no score.
+    """
 
 
 class Failure(NamedTuple):
@@ -80,7 +83,8 @@ class Worker:
         self._built: dict[str, Any] = {}
 
     def run(self, job: Job, state: Packed | None, message: Packed) -> tuple[Packed | None, Outcome]:
-        """Do a job. A failure comes back as a value: it must reach the server whole, not as a pickled exception."""
+        """Do a job. A failure comes back as a value: it must reach the server whole, not as a
+        pickled exception."""
         started = time.perf_counter()
         try:
             new, outcome = self._run(job, state, message)
@@ -165,7 +169,8 @@ class Worker:
         )
 
     def _wake(self, client_id: int, state: Packed | None, ctx: ClientContext) -> Any:
-        """The client as it was left; one that was never here comes to life, the same wherever that happens."""
+        """The client as it was left; one that was never here comes to life, the same wherever that
+        happens."""
         name = self.fleet.model_of(client_id)
         if state is None or name not in self._built:
             with seeded(self.config.seed, "init_client", client=client_id):

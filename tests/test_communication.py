@@ -23,7 +23,6 @@ import tiny
 import torch
 from torch import Tensor
 
-import methods
 from raysim import ClientContext, Config, DataConfig, EvalConfig, FleetConfig, ops
 from raysim.data import Dataset
 
@@ -132,8 +131,3 @@ def test_every_client_pays_the_same_for_a_shared_model(simulate: Simulate) -> No
         ("shared", 873_408 + 12_900, 873_408 + 12_900)
     }
     assert len(rows) == 20
-
-
-def test_every_method_is_priced_here_or_says_why() -> None:
-    """A new method adds its row to the table above."""
-    assert {"fedavg", "fedmrl", "fedproto", "fedre", "local"} <= set(methods.names())

@@ -11,7 +11,7 @@ import yaml
 
 import methods
 from raysim import Config, FleetConfig, TrainConfig
-from raysim.config import expand_files, flags
+from raysim.settings import expand_files, flags
 from raysim.errors import ConfigError
 from raysim.record import config_yaml
 

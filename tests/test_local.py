@@ -1,5 +1,6 @@
 """Local training: nobody sends, nobody hears, and only the chosen train."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import tiny
@@ -7,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from methods.local import Local
-from raysim import ClientState, Config, FleetConfig, TrainConfig, schedule
+from raysim import ClientState, Config, FleetConfig, TrainConfig, schedule, wire
 from raysim.backends.local import LocalBackend
 from raysim.events import Event, RoundFinished
 
@@ -15,7 +16,7 @@ DATA = tiny.points(
     [(1, 5), (3, 1), (2, 2), (9, 4), (5, 5), (0, 7), (4, 4), (6, 2)], [0, 1, 0, 1, 1, 0, 0, 1], 2
 )
 SPLIT = tiny.deal([0, 1], [2, 3], [4, 5], [6, 7])
-FLEET = FleetConfig(("mlp",), 2)
+FLEET = FleetConfig(("mlp",), 16)
 
 
 def config(out: Path | None = None, participation: float = 0.5) -> Config:
@@ -60,13 +61,11 @@ def test_models_change_when_their_clients_are_chosen_and_only_then(tmp_path: Pat
     cohorts = [set(schedule.cohort(0, number, 4, 0.5)) for number in range(1, 5)]
     changed = [
         {client for client in new if new[client] != old.get(client)}
-        for old, new in zip(history, history[1:], strict=False)
+        for old, new in pairwise(history)
     ]
     assert changed == cohorts
-    assert any(a & b for a, b in zip(cohorts, cohorts[1:], strict=False)), (
-        "some train twice in a row"
-    )
-    assert any(a != b for a, b in zip(cohorts, cohorts[1:], strict=False)), "some pause"
+    assert any(a & b for a, b in pairwise(cohorts)), "some train twice in a row"
+    assert any(a != b for a, b in pairwise(cohorts)), "some pause"
     assert set(run.states) == set().union(*cohorts)
 
 
@@ -76,12 +75,12 @@ def test_training_moves_the_whole_model_from_where_it_was() -> None:
     state = None
     for number in (1, 2):
         state, _ = tiny.play(worker, None, client=0, round=number, state=state)
-        models.append(tiny.wire.unpack(state)["model"])
+        models.append(wire.unpack(state)["model"])
     assert all(not torch.equal(models[0][layer], models[1][layer]) for layer in models[0])
 
 
 def test_no_client_hears_of_another() -> None:
-    """One worker plays them all with one built model, and a client's result is as if it were alone."""
+    """One worker plays them all with one built model; a client's result is as if it were alone."""
     alone, crowded = (tiny.make_worker(config(), DATA, SPLIT) for _ in range(2))
     first, _ = tiny.play(alone, None, client=2, round=1)
     expected, _ = tiny.play(alone, None, client=2, round=2, state=first)

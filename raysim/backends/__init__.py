@@ -1,7 +1,8 @@
 """Where client steps run. The simulation cannot tell one backend from another.
 
-A backend keeps the clients' states, one encoded tree a client, and replaces one only when a step of the method has
-returned. A client without a state has never been chosen; it comes to life in the worker.
+A backend keeps the clients' states, one encoded tree a client, and replaces one only when a step of
+the method has returned. A client without a state has never been chosen; it comes to life in the
+worker.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,8 @@ from raysim.wire import Packed
 from raysim.worker import Job, Outcome
 
 NEWBORN_BYTES = 2**30
-"""How much initial state may be kept for clients that were evaluated but never trained. It only saves drawing it
-again."""
+"""How much initial state may be kept for clients that were evaluated but never trained. It only
+saves drawing it again."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Backend(Protocol):
         """Jobs that can run at the same time."""
 
     def reserve(self, config: Config) -> None:
-        """Claim what the run needs and let it start up while the data are loaded; refuse what cannot fit."""
+        """Claim what the run needs and let it start up while the data are loaded; refuse what
+        cannot fit."""
 
     def start(self, setup: Setup) -> torch.device:
         """Hand the workers what they need; returns the device for the server's own work."""
@@ -50,11 +52,12 @@ class Backend(Protocol):
         """Put a message where every worker can read it; the result is what `submit` takes."""
 
     def submit(self, jobs: Sequence[tuple[Job, Any]], *, urgent: bool) -> Any:
-        """Queue jobs, each with its shared message, on the states their clients have now. Urgent ones go first."""
+        """Queue jobs, each with its shared message, on the states their clients have now. Urgent
+        ones go first."""
 
     def wait(self, ticket: Any) -> list[Outcome]:
-        """The outcomes of a ticket's jobs, in the order they were submitted. States are replaced here, all at once,
-        and only if no job failed."""
+        """The outcomes of a ticket's jobs, in the order they were submitted. States are replaced
+        here, all at once, and only if no job failed."""
 
     def states(self) -> Iterator[tuple[int, Packed]]:
         """The state of every client that ever trained, by ascending id."""

@@ -1,4 +1,5 @@
-"""Which actors to start, and whether they fit the cluster. Pure arithmetic over the nodes' resources."""
+"""Which actors to start, and whether they fit the cluster. Pure arithmetic over the nodes'
+resources."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,8 @@ from raysim.errors import ClusterError
 
 GIB = 2**30
 ACTOR_GIB = 0.4
-"""Memory an actor with torch and a small model takes; `auto` starts no more of them than fit a node."""
+"""Memory an actor with torch and a small model takes; `auto` starts no more of them than fit a
+node."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Pool:
 
 
 class Nodes:
-    """What is left of the cluster while a plan is laid out. GPUs are kept apart: a fraction lives on one of them."""
+    """What is left of the cluster while a plan is laid out. GPUs are kept apart: a fraction lives
+    on one of them."""
 
     def __init__(self, resources: Sequence[Mapping[str, float]]) -> None:
         self.cpus = [node.get("CPU", 0.0) for node in resources]
@@ -77,7 +80,8 @@ class Nodes:
 
 
 def _devices(free: Sequence[float], wanted: float) -> list[tuple[int, float]] | None:
-    """Which GPUs of a node serve a request: whole ones, or a fraction of the fullest that still has it."""
+    """Which GPUs of a node serve a request: whole ones, or a fraction of the fullest that still has
+    it."""
     if wanted <= 0:
         return []
     if wanted >= 1:
@@ -97,7 +101,8 @@ def make_plan(
     shares: Mapping[str, float],
     resources: Sequence[Mapping[str, float]],
 ) -> list[Pool]:
-    """The pools for a run, or a ClusterError that names the nearest plans that fit. `models` are dealt cyclically,
+    """The pools for a run, or a ClusterError that names the nearest plans that fit. `models` are
+    dealt cyclically,
     `shares` are the GPU shares of those that have their own."""
     try:
         return _lay_out(config, models, shares, resources)
@@ -217,7 +222,8 @@ def _nearest(
     shares: Mapping[str, float],
     resources: Sequence[Mapping[str, float]],
 ) -> list[str]:
-    """Flags to type in addition, each of which was tried and fits: fewer actors, or the same with less each."""
+    """Flags to type in addition, each of which was tried and fits: fewer actors, or the same with
+    less each."""
 
     def fits(change: _Change) -> bool:
         capped = {model: min(share, change.get("fleet", share)) for model, share in shares.items()}
@@ -243,7 +249,8 @@ def _nearest(
         ],
     }
     alone = [found for changes in (fewer, *less.values()) if (found := _first(changes, fits))]
-    if not alone:  # no one thing is enough: as much of each as the others leave when they are as small as can be
+    if not alone:
+        # No one thing is enough: as much of each as the others leave when they are smallest.
         change: _Change = {key: value for c in less.values() if c for key, value in c[-1].items()}
         for changes in less.values():
             change = change | (_first(changes, lambda c, rest=change: fits(rest | c)) or {})  # type: ignore[misc]
@@ -256,7 +263,8 @@ _Change = dict[str, Any]
 
 
 def _smaller(share: float) -> list[float]:
-    """Whole ones, then 1/k of one, so that fractions divide evenly, then nothing; as fine as Ray counts."""
+    """Whole ones, then 1/k of one, so that fractions divide evenly, then nothing; as fine as Ray
+    counts."""
     steps = [
         *range(int(share), 0, -1),
         *(math.floor(10_000 / k) / 10_000 for k in range(2, 10_001)),

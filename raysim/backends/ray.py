@@ -1,11 +1,13 @@
 """Client steps on Ray actors.
 
-States live in Ray's object store; the driver holds the references. Any idle actor of a pool can play any of its clients,
-and a dead one loses nothing: the same inputs give the same result on another.
+States live in Ray's object store; the driver holds the references. Any idle actor of a pool can
+play any of its clients, and a dead one loses nothing: the same inputs give the same result on
+another.
 
-The loop is event-driven: it sleeps in `ray.wait` until a task is done. Every actor has one task running and one queued,
-so that it never waits for the driver; the longest expected task goes first, to the actor expected to be free first. A
-task is one client's training step, or the evaluation of a few clients.
+The loop is event-driven: it sleeps in `ray.wait` until a task is done. Every actor has one task
+running and one queued, so that it never waits for the driver; the longest expected task goes first,
+to the actor expected to be free first. A task is one client's training step, or the evaluation of a
+few clients.
 """
 
 import heapq
@@ -54,8 +56,8 @@ class ClientActor:
         return str(self.device)
 
     def run(self, jobs: list[Job], places: list[tuple[int, int]], *inputs: Packed | None) -> Any:
-        """Do jobs one after the other; `places` says which inputs are a job's state and message. Returns the states
-        that are to be kept, each an object of its own, and then the outcomes."""
+        """Do jobs one after the other; `places` says which inputs are a job's state and message.
+        Returns the states that are to be kept, each an object of its own, and then the outcomes."""
         states, outcomes = [], []
         for job, (state, message) in zip(jobs, places, strict=True):
             given = inputs[message]
@@ -84,7 +86,8 @@ class _Slot:
 
 @dataclass
 class _Queue:
-    """A pool's actors and the tasks that wait for them, as a heap: urgent before not, then the longest first."""
+    """A pool's actors and the tasks that wait for them, as a heap: urgent before not, then the
+    longest first."""
 
     pool: Pool
     slots: list[_Slot] = field(default_factory=list)
@@ -228,7 +231,8 @@ class RayBackend:
         return _Item(job, message, state, self._expected(job))
 
     def _group(self, items: list[_Item], actors: int) -> Iterator[list[_Item]]:
-        """Training steps stay alone; evaluations, which are short, share a call so that calls do not outweigh them."""
+        """Training steps stay alone; evaluations, which are short, share a call so that calls do
+        not outweigh them."""
         group: list[_Item] = []
         most = max(1, len(items) // (2 * actors))
         for item in items:
@@ -334,8 +338,8 @@ class RayBackend:
         if task.tries >= TRIES:
             job = task.items[0].job
             raise ClusterError(
-                f"client {job.client_id} ({self._fleet.model_of(job.client_id)}) took down {TRIES} actors in round "
-                f"{job.round} ({job.step}); the last: {error}"
+                f"client {job.client_id} ({self._fleet.model_of(job.client_id)}) took down "
+                f"{TRIES} actors in round {job.round} ({job.step}); the last: {error}"
             )
         self._push(task)
         self._feed(task.queue)
