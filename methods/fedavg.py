@@ -9,6 +9,7 @@ FedIN's Eq. 19: Chan et al., https://arxiv.org/abs/2304.00759
     3  upload w_k                           5  broadcast w
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -52,16 +53,14 @@ class FedAvg(Method[ClientState, Server]):
     """How participants are weighted: by n_k as in FedAvg, or equally as in FedIN's Eq. 19."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
-        shapes: dict[str, tuple[str, object]] = {}
-        for name in dict.fromkeys(fleet.models):
-            for layer, shape in fleet.shapes(name, task).items():
-                other, known = shapes.setdefault(layer, (name, shape))
-                if known != shape:
-                    raise ConfigError(
-                        f"fedavg averages whole models, so they must be the same or nested; "
-                        f"fleet.models names {other} and {name}, whose {layer} differ. "
-                        f"Try --fleet.models {other}, or --fleet.models resnet"
-                    )
+        shapes = {name: fleet.shapes(name, task).items() for name in dict.fromkeys(fleet.models)}
+        for one, other in itertools.pairwise(sorted(shapes, key=lambda name: len(shapes[name]))):
+            if not shapes[one] <= shapes[other]:
+                raise ConfigError(
+                    f"fedavg averages whole models, so they must be the same or nested; "
+                    f"fleet.models names {one} and {other}, which are not. "
+                    f"Try --fleet.models {one}, or --fleet.models resnet"
+                )
 
     def init_server(self, ctx: ServerContext) -> Server:
         weights: Weights = {}

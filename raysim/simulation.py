@@ -109,8 +109,8 @@ class Simulation:
         if split.repaired:
             self.emit(
                 Note(
-                    f"{config.data.partition} left some clients too small; {split.repaired} samples were "
-                    "moved to them from the largest"
+                    f"{config.data.partition} left some clients too small; "
+                    f"{split.repaired} samples were moved to them from the largest"
                 )
             )
         self.device = self.backend.start(Setup(config, self.fleet, dataset, split))

@@ -471,7 +471,7 @@ def test_dotted_keys_change_a_copy() -> None:
     assert config.to_tree() == Config().to_tree()
     assert (
         other.replace(
-            {"train.lr": 0.01, "clients": 100, "hp.server_lr": 0.01, "train.batch_size": 32}
+            {"train.lr": 0.05, "clients": 100, "hp.server_lr": 0.01, "train.batch_size": 16}
         )
         == config
     )
