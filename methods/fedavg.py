@@ -53,7 +53,7 @@ class FedAvg(Method[ClientState, Server]):
     """How participants are weighted: by n_k as in FedAvg, or equally as in FedIN's Eq. 19."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
-        shapes = {name: fleet.shapes(name, task).items() for name in dict.fromkeys(fleet.models)}
+        shapes = {name: fleet.like(name, task).items() for name in dict.fromkeys(fleet.models)}
         for one, other in itertools.pairwise(sorted(shapes, key=lambda name: len(shapes[name]))):
             if not shapes[one] <= shapes[other]:
                 raise ConfigError(
@@ -89,6 +89,9 @@ class FedAvg(Method[ClientState, Server]):
         model = client.model
         ctx.fit(lambda x, y: F.cross_entropy(model(x), y), model)
         return Upload(get_weights(model))
+
+    def expected(self, client_id: int, ctx: ServerContext) -> Upload:
+        return Upload(ctx.weights_like(ctx.fleet.model_of(client_id)))
 
     def server_update(
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext

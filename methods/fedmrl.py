@@ -113,6 +113,9 @@ class FedMRL(Method[Client, Server]):
         ctx.fit(loss, client.model, client.shared, client.projector)
         return Upload(get_weights(client.shared))
 
+    def expected(self, client_id: int, ctx: ServerContext) -> Upload:
+        return Upload(ctx.weights_like(self.shared_model, self.d1))
+
     def server_update(
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext
     ) -> None:

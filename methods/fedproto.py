@@ -33,6 +33,7 @@ from raysim import (
     Uncounted,
     class_means,
     evaluating,
+    like,
 )
 from zoo import SplitModel
 
@@ -101,6 +102,10 @@ class FedProto(Method[Client, Server]):
         with evaluating(model), ctx.autocast():
             prototypes, classes = class_means(model.features, ctx.samples())
         return Upload(prototypes, classes, torch.bincount(ctx.labels)[classes])
+
+    def expected(self, client_id: int, ctx: ServerContext) -> Upload:
+        ids = like(None, dtype=torch.int64)
+        return Upload(like(None, ctx.fleet.feature_dim), ids, ids)
 
     def server_update(
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext

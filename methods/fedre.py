@@ -36,6 +36,7 @@ from raysim import (
     evaluating,
     fit,
     get_weights,
+    like,
     set_weights,
 )
 
@@ -80,6 +81,9 @@ class FedRE(Method[ClientState, Server]):
             means, classes = class_means(model.features, ctx.samples())
         u = torch.rand(len(classes)).to(means)  # drawn anew every round
         return Upload(*entangle(means, classes, u / u.sum(), ctx.task.num_classes))
+
+    def expected(self, client_id: int, ctx: ServerContext) -> Upload:
+        return Upload(like(ctx.fleet.feature_dim), like(ctx.task.num_classes))
 
     def server_update(
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext

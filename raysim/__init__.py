@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from raysim.ops import class_means, evaluating, fit, get_weights, set_weights, weighted_mean
     from raysim.result import Result, run
     from raysim.task import Task
-    from raysim.wire import Uncounted, Weights
+    from raysim.wire import Uncounted, Weights, like
 
 _HOME = {
     "config": (
@@ -45,7 +45,7 @@ _HOME = {
     "ops": ("class_means", "evaluating", "fit", "get_weights", "set_weights", "weighted_mean"),
     "result": ("Result", "run"),
     "task": ("Task",),
-    "wire": ("Uncounted", "Weights"),
+    "wire": ("Uncounted", "Weights", "like"),
 }  # fmt: skip
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "evaluating",
     "fit",
     "get_weights",
+    "like",
     "run",
     "set_weights",
     "weighted_mean",

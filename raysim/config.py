@@ -160,6 +160,17 @@ class Config:
     """GiB of memory per client actor that Ray sets aside; None asks for none."""
     dashboard: bool = True
     """Start Ray's dashboard (on loopback) with a private cluster."""
+    checkpoint_every: int = 20
+    """Save a checkpoint after every so many rounds, at the end and when stopped; 0 saves none."""
+    keep_checkpoints: int = 2
+    """How many checkpoints to keep."""
+    on_client_error: Literal["fail", "retry", "drop"] = "fail"
+    """When a client's step fails: end the run, try it 3 times in all first, or go on without that
+    client in that round."""
+    watchdog: float = 600.0
+    """Seconds without progress after which the run ends and says what is pending; 0 waits on."""
+    detach: bool = False
+    """Leave the run on the cluster of --address and return; follow it with --attach."""
     data: DataConfig = field(default_factory=DataConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -240,7 +251,10 @@ Ray or in-process.
 
 --config FILE reads any of these settings from a YAML file (such as a run's config.yaml); flags
 given here win over it.
---hp.* are the settings of the chosen --method."""
+--hp.* are the settings of the chosen --method.
+
+--resume OUT goes on with a run from its last checkpoint; --rounds may extend it.
+--attach RUN follows a run that was left on a cluster with --detach; --stop RUN ends it, saved."""
 
 
 def _with_hp(method: type) -> type[Config]:
@@ -284,6 +298,9 @@ def _validate(config: Config) -> None:
     require(
         numbered or c.actors in ("auto", "clients"), "actors", "auto, clients or a number", c.actors
     )
+    require(c.checkpoint_every >= 0, "checkpoint-every", "at least 0", c.checkpoint_every)
+    require(c.keep_checkpoints >= 1, "keep-checkpoints", "at least 1", c.keep_checkpoints)
+    require(c.watchdog >= 0, "watchdog", "at least 0", c.watchdog)
     require(c.train.epochs >= 1, "train.epochs", "at least 1", c.train.epochs)
     require(c.train.batch_size >= 1, "train.batch-size", "at least 1", c.train.batch_size)
     require(c.train.lr > 0, "train.lr", "more than 0", c.train.lr)

@@ -6,6 +6,10 @@
     ├── ClusterError     the plan does not fit the cluster, or the cluster cannot be reached
     ├── WireError        a message holds what may not cross the network
     ├── ClientError      a client's step failed; carries the original traceback
+    ├── CheckpointError  a checkpoint is torn, corrupt or cannot be written
+    ├── StatesLost       a node took client states with it; the run goes back to a checkpoint
+    ├── Stalled          nothing happened for longer than --watchdog; says what is pending
+    ├── Stopped          the run was asked to stop, and saved a checkpoint
     └── RunError         a run folder is not one, or already holds one
 
 `launch` prints the first three, and RunError, as one message without a traceback and exits with
@@ -41,6 +45,30 @@ class RunError(RaysimError):
 
 class WireError(RaysimError):
     pass
+
+
+class CheckpointError(RaysimError):
+    pass
+
+
+class StatesLost(RaysimError):
+    pass
+
+
+class Stalled(RaysimError):
+    """`cause` holds the stacks of the processes that do not answer."""
+
+    def __init__(self, message: str, cause: str = "") -> None:
+        super().__init__(message, cause)
+        self.message = message
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Stopped(RaysimError):
+    exit_code = 130
 
 
 class ClientError(RaysimError):

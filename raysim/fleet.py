@@ -1,5 +1,6 @@
 """Who the clients are: which model each of them has."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from raysim.config import FleetConfig
 from raysim.errors import ConfigError, unknown
 from raysim.seeding import seeded
 from raysim.task import Task
+from raysim.wire import Like
 from zoo import SplitModel
 
 
@@ -31,14 +33,19 @@ class Fleet:
     def build(self, name: str, task: Task, feature_dim: int | None = None) -> SplitModel:
         return zoo.build(name, task, feature_dim or self.feature_dim, self.mapping)
 
-    def shapes(self, name: str, task: Task) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of a model's weights; no memory is spent on them."""
-        with torch.device("meta"), seeded(0, "shapes"):
-            weights = self.build(name, task).state_dict()
-        return {key: tuple(tensor.shape) for key, tensor in weights.items()}
+    def like(self, name: str, task: Task, feature_dim: int | None = None) -> dict[str, Like]:
+        """What a model's weights look like; no memory is spent on them."""
+        return _like(name, task, feature_dim or self.feature_dim, self.mapping)
 
     def parameter_count(self, name: str, task: Task) -> int:
         return zoo.parameter_count(name, task, self.feature_dim)
+
+
+@functools.lru_cache(maxsize=64)
+def _like(name: str, task: Task, feature_dim: int, mapping: str) -> dict[str, Like]:
+    with torch.device("meta"), seeded(0, "like"):
+        weights = zoo.build(name, task, feature_dim, mapping).state_dict()
+    return {key: Like(tuple(tensor.shape), tensor.dtype) for key, tensor in weights.items()}
 
 
 def assemble(config: FleetConfig, task: Task) -> Fleet:

@@ -88,6 +88,10 @@ class ServerContext:
             self.device
         )
 
+    def weights_like(self, name: str, feature_dim: int | None = None) -> Any:
+        """What the weights of a model look like."""
+        return self.fleet.like(name, self.task, feature_dim)
+
     def build_head(self) -> nn.Linear:
         """A fresh classifier on the fleet's common representation."""
         return nn.Linear(self.fleet.feature_dim, self.task.num_classes, device=self.device)
@@ -167,8 +171,6 @@ class Method(Generic[C, S]):
 
     same_models: ClassVar[str] = ""
     """Why every client needs the same architecture; empty when models may differ."""
-    same_width: ClassVar[str] = ""
-    """Why representations need one width; empty when widths may differ."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
         """Refuse, before anything starts, what this method cannot run: raise ConfigError naming the
@@ -193,6 +195,11 @@ class Method(Generic[C, S]):
     def server_update(self, server: S, replies: Sequence[Reply[Any]], ctx: ServerContext) -> None:
         """Learn from the replies, which come in the order of client ids."""
 
+    def expected(self, client_id: int, ctx: ServerContext) -> Any:
+        """What a client's payload must look like: the payload's own type with a `like(shape)` in
+        place of each tensor. What differs never reaches `server_update`. None accepts all."""
+        return None
+
     def predict(self, client: C, x: Tensor) -> Tensor:
         """Scores, (batch, classes); the largest is the answer, -inf means "never"."""
         scores: Tensor = client.model(x)
@@ -202,7 +209,8 @@ class Method(Generic[C, S]):
         """One round; override it to talk to the clients more than once."""
         message = self.broadcast(server, cohort.ids, ctx)
         replies = cohort.call(self.client_update, message)
-        self.server_update(server, replies, ctx)
+        if replies:  # all of them may have been dropped
+            self.server_update(server, replies, ctx)
 
     @classmethod
     def messages(cls) -> dict[str, type]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
@@ -30,16 +31,17 @@ SUMMARY = "summary.json"
 _INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
 ROUNDS = pa.schema(
     {
-        "round": _INT, "cohort": _INT, "train_loss": _FLOAT,
+        "round": _INT, "cohort": _INT, "dropped": _INT, "train_loss": _FLOAT,
         "accuracy": _FLOAT, "accuracy_mean": _FLOAT, "accuracy_std": _FLOAT, "test_loss": _FLOAT,
         "scalars_up": _INT, "scalars_down": _INT, "bytes_up": _INT, "bytes_down": _INT,
         "elapsed": _FLOAT, "seconds": _FLOAT,
         "train_seconds": _FLOAT, "eval_seconds": _FLOAT, "server_seconds": _FLOAT,
     }
 )  # fmt: skip
+_EVALUATED = ("accuracy", "accuracy_mean", "accuracy_std", "test_loss", "eval_seconds")
 CLIENTS = pa.schema(
     {
-        "round": _INT, "client": _INT, "model": _TEXT, "phase": _TEXT,
+        "round": _INT, "client": _INT, "model": _TEXT, "phase": _TEXT, "status": _TEXT,
         "samples": _INT, "loss": _FLOAT, "accuracy": _FLOAT, "seconds": _FLOAT,
     }
 )  # fmt: skip
@@ -75,8 +77,8 @@ class Table:
         self._written = time.perf_counter()
         self._cost = self._written - now
 
-    def view(self) -> pa.Table:
-        return self._done
+    def reset(self, table: pa.Table | None) -> None:
+        self._done = self.schema.empty_table() if table is None else table.cast(self.schema)
 
 
 class Recorder:
@@ -88,26 +90,59 @@ class Recorder:
         self.clients = Table(out / "clients.parquet", CLIENTS)
         self.messages = Table(out / "messages.parquet", MESSAGES)
 
-    def open(self, config: Config, fleet: Fleet, split: Split, labels: Any, classes: int) -> None:
-        """Write what is known before the first round."""
-        refuse_used(self.out)
+    def open(
+        self, config: Config, fleet: Fleet, split: Split, labels: Any, classes: int, again: bool
+    ) -> None:
+        """Write what is known before the first round; `again` in the folder of a run that is to be
+        continued."""
+        if again:
+            (self.out / SUMMARY).unlink(missing_ok=True)
+        else:
+            refuse_used(self.out)
         self.out.mkdir(parents=True, exist_ok=True)
         write_text(self.out / "config.yaml", config_yaml(config))
         if config.source is not None:
             write_text(self.out / "method.py", config.source)
         write_parquet(split_table(fleet, split, labels, classes), self.out / "split.parquet")
+        if not again:
+            self.write(last=True)
+
+    def restore(self, rounds: int, config: Config) -> None:
+        """Go back to what was known after so many rounds. An evaluation that was there only because
+        the run was to end earlier goes too."""
+
+        def known(name: str) -> pa.Table | None:
+            path = self.out / name
+            table = pq.read_table(path) if rounds and path.exists() else None
+            return table.filter(pc.field("round") <= rounds) if table is not None else None
+
+        rows = known("rounds.parquet")
+        self.rounds = {row["round"]: row for row in rows.to_pylist()} if rows is not None else {}
+        extra = [n for n in self.rounds if n % config.eval.every and n != config.rounds]
+        for number in extra:
+            self.rounds[number].update(dict.fromkeys(_EVALUATED))
+        self.messages.reset(known("messages.parquet"))
+        clients = known("clients.parquet")
+        if clients is not None and extra:
+            only_then = (pc.field("phase") == "eval") & pc.field("round").isin(extra)
+            clients = clients.filter(~only_then)
+        self.clients.reset(clients)
         self.write(last=True)
 
     def round(self, number: int, **values: Any) -> None:
         """Add to what is known of a round."""
         self.rounds.setdefault(number, {"round": number}).update(values)
 
-    def rounds_view(self) -> pa.Table:
-        rows = [self.rounds[number] for number in sorted(self.rounds)]
-        return pa.Table.from_pylist(rows, ROUNDS)
+    def history(self) -> list[Row]:
+        """All that is known of every round, in order; None where nothing is."""
+        return [
+            {name: self.rounds[number].get(name) for name in ROUNDS.names}
+            for number in sorted(self.rounds)
+        ]
 
     def write(self, last: bool = False) -> None:
-        write_parquet(self.rounds_view(), self.out / "rounds.parquet")
+        table = pa.Table.from_pylist(self.history(), ROUNDS)
+        write_parquet(table, self.out / "rounds.parquet")
         self.clients.write(last)
         self.messages.write(last)
 

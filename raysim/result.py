@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from raysim.config import Config
 from raysim.console import Console, make_console
-from raysim.errors import ClientError, RaysimError, RunError
+from raysim.errors import ClientError, RunError
 from raysim.events import Failed, Finished
 from raysim.record import SUMMARY
 
@@ -74,42 +74,49 @@ class Result:
         return float(self.summary["final"]["accuracy"])
 
 
-def run(config: Config, console: Console | None = None, started: float | None = None) -> Result:
-    """Simulate, and return what the run left. Raises a RaysimError when it could not."""
+def run(
+    config: Config,
+    console: Console | None = None,
+    started: float | None = None,
+    resume: bool = False,
+) -> Result:
+    """Simulate, and return what the run left. Raises a RaysimError when it could not. `resume` goes
+    on in the folder `config.out` from its last checkpoint."""
     from raysim.simulation import preflight, resolved
 
     started = time.time() if started is None else started
     config = resolved(config)
     assert config.out is not None
-    preflight(config)
+    preflight(config, resume)
     console = console or make_console()
     try:
         if config.backend == "local":
-            _run_here(config, console, started)
+            _run_here(config, console, started, resume)
         else:
-            from raysim.driver import drive
+            from raysim.follow import drive
 
-            end = drive(config, console, started)
-            if isinstance(end, Failed):
-                raise _error(end)
+            report(drive(config, console, started, resume))
     finally:
         console.close()
-    return Result.load(config.out)
+    return Result(config.out)
 
 
-def _run_here(config: Config, console: Console, started: float) -> Finished:
+def _run_here(config: Config, console: Console, started: float, resume: bool) -> None:
     from raysim.backends.local import LocalBackend
     from raysim.simulation import Simulation
+    from raysim.watchdog import interruptible
 
     backend = LocalBackend(console.status)
-    try:
-        return Finished(Simulation(config, backend, console.show, started).run())
-    finally:
-        backend.close()
+    with interruptible(console) as stop:
+        try:
+            Simulation(config, backend, console.show, started, resume=resume, stop=stop).run()
+        finally:
+            backend.close()
 
 
-def _error(end: Failed) -> RaysimError:
-    """What happened in the driver actor, as an exception here."""
-    error = ClientError(end.message, end.traceback)
-    error.exit_code = end.exit_code
-    return error
+def report(end: Finished | Failed | None) -> None:
+    """Raise what happened in the driver actor as an exception here."""
+    if isinstance(end, Failed):
+        error = ClientError(end.message, end.traceback)
+        error.exit_code = end.exit_code
+        raise error

@@ -25,6 +25,8 @@ def expand_files(argv: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         if name != "--config":
             typed.append(word)
+            if word == "--detach":  # the one flag that people type without a value
+                typed.append("True")
             continue
         path = value if equals else next(rest, None)
         if path is None:

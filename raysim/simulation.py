@@ -1,27 +1,28 @@
 """The round loop, top to bottom."""
 
-import hashlib
-import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import zoo
 from raysim import data, schedule, wire
 from raysim import method as method_module
 from raysim.backends import Backend, Setup
+from raysim.checkpoint import Checkpoint, Store
+from raysim.cohort import Cohort, account, client_error, share
 from raysim.config import Config
-from raysim.errors import ClientError
+from raysim.errors import CheckpointError, StatesLost, Stopped
 from raysim.events import Evaluated, Event, Finished, Note, RoundFinished, Started
 from raysim.fleet import assemble
-from raysim.method import PerClient, Reply, ServerContext, state_tree
-from raysim.record import Recorder, refuse_used, versions
+from raysim.method import ServerContext, load_state, state_tree
+from raysim.record import Recorder, refuse_used
 from raysim.seeding import seeded
-from raysim.wire import Size
+from raysim.summary import digest, summarize
 from raysim.worker import EVALUATE, Job, Outcome
 
 Emit = Callable[[Event], None]
@@ -36,57 +37,95 @@ def resolved(config: Config) -> Config:
     if settings.name.startswith("parquet:"):
         path = Path(settings.name.removeprefix("parquet:")).absolute()
         settings = replace(settings, name=f"parquet:{path}")
-    config = replace(config, data=settings)
-    if config.out is not None:
-        return replace(config, out=config.out.absolute())
     stem = Path(config.method).stem if config.method.endswith(".py") else config.method
-    return replace(config, out=Path("runs", f"{stem}-{datetime.now():%Y%m%d-%H%M%S}").absolute())
+    out = config.out or Path("runs", f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
+    return replace(config, data=settings, out=out.absolute())
 
 
-def preflight(config: Config) -> None:
-    """What can be refused before anything starts: the output folder, the data's files and the
-    models' names."""
-    if config.out is not None:
+def preflight(config: Config, resume: bool = False) -> None:
+    """What can be refused before anything starts: the output folder, the data's files, the models'
+    names."""
+    if config.out is not None and not resume:
         refuse_used(config.out)
     data.check(config.data)
-    import zoo
-
     zoo.expand(config.fleet.models)
+
+
+@dataclass
+class _Pending:
+    """An evaluation under way."""
+
+    round: int
+    ids: list[int]
+    ticket: Any
 
 
 class Simulation:
     """One run. `run` is the round loop; everything it calls is below it, in order of appearance."""
 
     def __init__(
-        self, config: Config, backend: Backend, emit: Emit, started: float | None = None
+        self,
+        config: Config,
+        backend: Backend,
+        emit: Emit,
+        started: float | None = None,
+        *,
+        resume: bool = False,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = resolved(config)
         self.method = config.hp
         self.backend = backend
         self.emit = emit
         self.started = time.time() if started is None else started
+        self.resume = resume
+        self.stop = stop
         assert self.config.out is not None
         self.recorder = Recorder(self.config.out)
-        self.totals: dict[str, float] = {"training": 0.0, "evaluation": 0.0, "server": 0.0}
+        self.store = Store(self.config.out, config.keep_checkpoints)
+        self.round = 0
+        """Rounds done."""
 
     def run(self) -> dict[str, Any]:
         """Simulate all rounds, write everything down and return the summary."""
         self._set_up()
-        self.first_round = time.time()
-        evaluation: _Evaluation | None = None
-        for number in range(1, self.config.rounds + 1):
-            ids = schedule.cohort(
-                self.config.seed, number, self.config.clients, self.config.participation
-            )
+        while True:
+            try:
+                self._rounds()
+                return self._finish()
+            except StatesLost as loss:
+                self._go_back(loss)
+
+    def _rounds(self) -> None:
+        config = self.config
+        while self.round < config.rounds:
+            number = self.round + 1
+            ids = schedule.cohort(config.seed, number, config.clients, config.participation)
             self._round(number, ids)
             # The evaluation of the round before filled idle actors meanwhile; now it must be over.
-            if evaluation is not None:
-                self._finish_evaluation(evaluation)
-            evaluation = self._start_evaluation(number, ids)
+            self._finish_evaluation()
+            self._start_evaluation(number, ids)
+            self.round = number
             self.recorder.write()
-        if evaluation is not None:
-            self._finish_evaluation(evaluation)
-        summary = self._summarize()
+            if self.stop() and number < config.rounds:
+                self._save(wait=True)
+                raise Stopped(f"stopped after round {number} of {config.rounds}")
+            if config.checkpoint_every and number % config.checkpoint_every == 0:
+                self._save()
+        self._finish_evaluation()
+
+    def _finish(self) -> dict[str, Any]:
+        config = self.config
+        if config.checkpoint_every:
+            self._save(wait=True)
+        rows = self.recorder.history()
+        server = wire.pack(self._server_tree(), "server")
+        summary = summarize(
+            config, rows, self.counters, self.backend.num_actors,
+            total=time.time() - self.started, wall=time.time() - self.first_round,
+        )  # fmt: skip
+        summary["split_digest"] = self.split_digest
+        summary["digest"] = digest(server, self.backend.states(), rows)
         self.recorder.close(summary)
         self.emit(Finished(summary))
         return summary
@@ -106,18 +145,14 @@ class Simulation:
         self.fleet = assemble(config.fleet, dataset.task)
         method_module.check(self.method, self.fleet, dataset.task, config.method)
         self.split_digest = split.digest()
-        if split.repaired:
-            self.emit(
-                Note(
-                    f"{config.data.partition} left some clients too small; "
-                    f"{split.repaired} samples were moved to them from the largest"
-                )
-            )
         self.device = self.backend.start(Setup(config, self.fleet, dataset, split))
         self.task = dataset.task
-        with seeded(config.seed, "init_server"):
-            self.server = self.method.init_server(self._context(0))
-        self.recorder.open(config, self.fleet, split, dataset.labels, dataset.num_classes)
+        self.recorder.open(
+            config, self.fleet, split, dataset.labels, dataset.num_classes, self.resume
+        )
+        self._begin()
+        if self.resume:
+            self._restore()
         plan = [
             (
                 "data",
@@ -127,240 +162,170 @@ class Simulation:
             ("fleet", f"{config.clients} clients: {', '.join(dict.fromkeys(self.fleet.models))}"),
             *self.backend.plan(),
         ]
-        self.emit(
-            Started(str(config.out), config.method, config.rounds, plan, time.time() - self.started)
+        seconds = time.time() - self.started
+        self.emit(Started(str(config.out), config.method, config.rounds, plan, seconds))
+        if split.repaired:
+            moved = f"{split.repaired} samples were moved to them from the largest"
+            self.emit(Note(f"{config.data.partition} left some clients too small; {moved}"))
+
+    def _begin(self) -> None:
+        """The state of a run before its first round."""
+        with seeded(self.config.seed, "init_server"):
+            self.server = self.method.init_server(self._context(0))
+        self.round = 0
+        self.changed: set[int] = set()
+        self.pending: _Pending | None = None
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("training", "evaluation", "server", "done", "dropped", "retries", "replays"), 0.0
         )
+        self.first_round = time.time()
 
     def _context(self, number: int) -> ServerContext:
         return ServerContext(number, self.config.clients, self.task, self.fleet, self.device)
 
+    def _server_tree(self) -> Any:
+        return None if self.server is None else state_tree(self.server)
+
     def _round(self, number: int, ids: list[int]) -> None:
         started = time.perf_counter()
-        cohort = _Cohort(self, number, ids)
+        ctx = self._context(number)
+        cohort = Cohort(ids, ctx, self.method, self.backend, self.config.on_client_error)
         with seeded(self.config.seed, "round", number):
-            self.method.round(self.server, cohort, self._context(number))
-        seconds = time.perf_counter() - started
-        training = sum(outcome.seconds for _, outcome in cohort.outcomes)
-        self.totals["training"] += training
-        self.totals["server"] += seconds - cohort.waited
-        weights = [(o.loss, o.samples) for _, o in cohort.outcomes if o.loss is not None]
-        total = sum(samples for _, samples in weights)
-        loss = sum(value * n for value, n in weights) / total if total else None
+            self.method.round(self.server, cohort, ctx)
+        self._record_round(number, cohort, time.perf_counter() - started)
+        self.changed |= {client for client in ids if cohort.outcomes.get(client)}
+
+    def _record_round(self, number: int, cohort: Cohort, seconds: float) -> None:
+        rows = account(self.config, self.fleet, cohort)
+        training = sum(row["seconds"] for row in rows)
+        known = [(row["loss"], row["samples"]) for row in rows if row["loss"] is not None]
+        total = sum(samples for _, samples in known)
+        loss = sum(value * n for value, n in known) / total if total else None
+        dropped = [row["client"] for row in rows if row["status"] == "dropped"]
         traffic = cohort.traffic()
+        for name, value in {
+            "training": training,
+            "server": seconds - cohort.waited,
+            "done": len(rows) - len(dropped),
+            "dropped": len(dropped),
+            "retries": cohort.retries,
+        }.items():
+            self.counters[name] += value
         self.recorder.round(
-            number, cohort=len(ids), train_loss=loss, **traffic,
+            number, cohort=len(rows), dropped=len(dropped), train_loss=loss, **traffic,
             elapsed=time.time() - self.first_round, seconds=seconds,
             train_seconds=training, server_seconds=seconds - cohort.waited,
         )  # fmt: skip
-        self.recorder.clients.append(
-            [
-                self._client_row(number, client, "train", outcome, outcome.loss)
-                for client, outcome in cohort.outcomes
-            ]
-        )
+        self.recorder.clients.append(rows)
         self.recorder.messages.append(cohort.ledger)
-        self.emit(
-            RoundFinished(
-                number, loss, len(ids), traffic["bytes_up"], traffic["bytes_down"], seconds
-            )
-        )
+        for client in dropped:
+            error = client_error("a step", client, cohort.ctx, cohort.outcomes[client][-1])
+            self.emit(Note(f"dropped: {error}"))
+        up, down = traffic["bytes_up"], traffic["bytes_down"]
+        self.emit(RoundFinished(number, loss, len(rows), up, down, seconds))
 
-    def _client_row(
-        self, number: int, client: int, phase: str, outcome: Outcome, loss: float | None
-    ) -> dict[str, Any]:
-        row = {
-            "round": number, "client": client, "model": self.fleet.model_of(client), "phase": phase,
-            "samples": outcome.samples, "loss": loss, "seconds": outcome.seconds,
-        }  # fmt: skip
-        if (evaluation := outcome.evaluation) is not None and evaluation.samples:
-            row["accuracy"] = evaluation.correct / evaluation.samples
-        return row
-
-    def _start_evaluation(self, number: int, ids: list[int]) -> "_Evaluation | None":
+    def _start_evaluation(self, number: int, ids: list[int]) -> None:
         config = self.config
         if number % config.eval.every and number != config.rounds:
-            return None
-        ids = schedule.evaluated(
-            config.seed,
-            config.eval.clients,
-            config.eval.per,
-            config.clients,
-            self.fleet.model_of,
-            ids,
-        )
-        with seeded(config.seed, "evaluation", number):
-            fresh = config.eval.fresh
-            message = (
-                self.method.broadcast(self.server, ids, self._context(number)) if fresh else None
-            )
-        shared = self.share(message, ids, "message")
+            return
+        model_of = self.fleet.model_of
+        who = config.eval.clients
+        ids = schedule.evaluated(config.seed, who, config.eval.per, config.clients, model_of, ids)
+        message = None
+        if config.eval.fresh:
+            with seeded(config.seed, "evaluation", number):
+                message = self.method.broadcast(self.server, ids, self._context(number))
+        shared = share(self.backend, message, ids)
         jobs = [(Job(EVALUATE, client, number, False), shared[client]) for client in ids]
-        return _Evaluation(number, ids, self.backend.submit(jobs, urgent=False))
+        self.pending = _Pending(number, ids, self.backend.submit(jobs, urgent=False))
 
-    def _finish_evaluation(self, evaluation: "_Evaluation") -> None:
-        number, ids = evaluation.round, evaluation.ids
-        outcomes = self.outcomes(evaluation.ticket, ids, EVALUATE, number)
+    def _finish_evaluation(self) -> None:
+        if self.pending is None:
+            return
+        number, ids = self.pending.round, self.pending.ids
+        outcomes = self.backend.wait(self.pending.ticket, stop_early=True)
+        self.pending = None
+        for client, outcome in zip(ids, outcomes, strict=True):
+            if outcome is not None and outcome.failure is not None:
+                raise client_error(EVALUATE, client, self._context(number), outcome)
+        self._record_evaluation(number, ids, [outcome for outcome in outcomes if outcome])
+
+    def _record_evaluation(self, number: int, ids: list[int], outcomes: list[Outcome]) -> None:
+        rows = [
+            {
+                "round": number, "client": client, "model": self.fleet.model_of(client),
+                "phase": "eval", "status": "done", "samples": result.samples,
+                "loss": result.loss, "seconds": outcome.seconds,
+                "accuracy": result.correct / result.samples if result.samples else None,
+            }
+            for client, outcome in zip(ids, outcomes, strict=True)
+            if (result := outcome.evaluation) is not None
+        ]  # fmt: skip
         results = [outcome.evaluation for outcome in outcomes if outcome.evaluation is not None]
         tested = [result for result in results if result.samples]
         samples = sum(result.samples for result in tested)
         shares = [result.correct / result.samples for result in tested]
+        correct = sum(result.correct for result in tested)
+        loss = sum(result.loss * result.samples for result in tested)
         seconds = sum(outcome.seconds for outcome in outcomes)
-        self.totals["evaluation"] += seconds
-        values = {
-            "accuracy": sum(r.correct for r in tested) / samples if samples else math.nan,
-            "accuracy_mean": statistics.fmean(shares) if shares else math.nan,
-            "accuracy_std": statistics.pstdev(shares) if shares else math.nan,
-            "test_loss": sum(r.loss * r.samples for r in tested) / samples if samples else math.nan,
-        }
-        self.recorder.round(number, **values, eval_seconds=seconds)
-        self.recorder.clients.append(
-            [
-                self._client_row(number, client, "eval", outcome, outcome.evaluation.loss)
-                for client, outcome in zip(ids, outcomes, strict=True)
-                if outcome.evaluation is not None
-            ]
-        )
-        self.emit(
-            Evaluated(
-                number, values["accuracy"], values["accuracy_std"], values["test_loss"], len(tested)
-            )
-        )
+        accuracy = correct / samples if samples else math.nan
+        std = statistics.pstdev(shares) if shares else math.nan
+        mean_loss = loss / samples if samples else math.nan
+        self.counters["evaluation"] += seconds
+        self.recorder.round(
+            number, accuracy=accuracy, accuracy_std=std, test_loss=mean_loss, eval_seconds=seconds,
+            accuracy_mean=statistics.fmean(shares) if shares else math.nan,
+        )  # fmt: skip
+        self.recorder.clients.append(rows)
+        self.emit(Evaluated(number, accuracy, std, mean_loss, len(tested)))
 
-    def share(self, message: Any, ids: Sequence[int], name: str) -> dict[int, Any]:
-        """Check a message, encode it once (a PerClient for each) and hand it to the backend."""
-        if isinstance(message, PerClient):
-            return {client: self._share(message[client], f"{name}[{client}]") for client in ids}
-        return dict.fromkeys(ids, self._share(message, name))
+    def _save(self, wait: bool = False) -> None:
+        """Save the run as it is after this round; training goes on meanwhile."""
+        self._finish_evaluation()
+        self.recorder.write(last=True)
+        server = wire.pack(self._server_tree(), "server")
+        extra = {"counters": self.counters, "elapsed": time.time() - self.first_round}
+        self.store.save(self.round, server, self.backend.snapshot(self.changed), extra, wait)
+        self.changed = set()
 
-    def _share(self, message: Any, name: str) -> Any:
-        wire.check_finite(message, name)
-        return self.backend.share(wire.pack(message, name))
+    def _go_back(self, loss: StatesLost) -> None:
+        """A node took client states with it: continue from the last checkpoint."""
+        replays = self.counters["replays"] + 1
+        reached = self.round
+        self._begin()
+        self._restore()
+        self.counters["replays"] = replays
+        self.emit(Note(f"{loss}; back from round {reached + 1} to round {self.round + 1}"))
 
-    def outcomes(self, ticket: Any, ids: Sequence[int], step: str, number: int) -> list[Outcome]:
-        """Wait for jobs; the first that failed ends the run."""
-        outcomes = self.backend.wait(ticket)
-        for client, outcome in zip(ids, outcomes, strict=False):
-            if (failure := outcome.failure) is not None:
-                model = self.fleet.model_of(client)
-                raise ClientError(
-                    f"{step} failed on client {client} ({model}) in round {number}: "
-                    f"{failure.message}",
-                    failure.traceback,
-                )
-        return outcomes
+    def _restore(self) -> None:
+        """Continue from the newest checkpoint that is whole, or from the start if there is none."""
+        self.store.finish()
+        for found in self.store.newest_first():
+            try:
+                if isinstance(found, CheckpointError):
+                    raise found
+                self._load(found)
+                break
+            except CheckpointError as error:
+                self.emit(Note(f"{error}; trying the checkpoint before it"))
+                self._begin()
+        else:
+            found = None
+            self.backend.restore(iter(()))
+        self.store.continue_from(found)
+        self.recorder.restore(self.round, self.config)
 
-    def _summarize(self) -> dict[str, Any]:
-        rows = [self.recorder.rounds[number] for number in sorted(self.recorder.rounds)]
-        evaluated = [row for row in rows if row.get("accuracy") is not None]
-        best = max(evaluated, key=lambda row: (row["accuracy"], -row["round"]))
-        now = time.time()
-        wall = now - self.first_round
-        busy = self.totals["training"] + self.totals["evaluation"]
-        sums = {
-            k: sum(row[k] for row in rows)
-            for k in rows[0]
-            if k.split("_")[0] in ("scalars", "bytes")
-        }
-        config = self.config
-        return {
-            "method": config.method,
-            "data": config.data.name,
-            "clients": config.clients,
-            "participation": config.participation,
-            "rounds": len(rows),
-            "seed": config.seed,
-            "final": _scores(evaluated[-1]),
-            "best": _scores(best),
-            **sums,
-            "seconds": {
-                "total": now - self.started,
-                "start": self.first_round - self.started,
-                "rounds": wall,
-                **self.totals,
-                "idle": max(0.0, wall * self.backend.num_actors - busy),
-            },
-            "actors": self.backend.num_actors,
-            "split_digest": self.split_digest,
-            "digest": self._digest(rows),
-            "versions": versions(),
-        }
-
-    def _digest(self, rows: list[dict[str, Any]]) -> str:
-        """SHA-256 over the final server state, the state of every client that trained, and the
-        metric history."""
-        sha = hashlib.sha256()
-        server = None if self.server is None else state_tree(self.server)
-        sha.update(wire.pack(server, "server").digest().encode())
-        for client, state in self.backend.states():
-            sha.update(f"{client}:{state.digest()}".encode())
-        history = [
-            {k: v for k, v in row.items() if k != "elapsed" and not k.endswith("seconds")}
-            for row in rows
-        ]
-        sha.update(json.dumps(history, sort_keys=True).encode())
-        return sha.hexdigest()
-
-
-class _Evaluation:
-    def __init__(self, round: int, ids: list[int], ticket: Any) -> None:
-        self.round = round
-        self.ids = ids
-        self.ticket = ticket
-
-
-class _Cohort:
-    """The participants of a round: runs steps on them and keeps the ledger."""
-
-    def __init__(self, simulation: Simulation, number: int, ids: list[int]) -> None:
-        self.ids = ids
-        self.ledger: list[dict[str, Any]] = []
-        self.outcomes: list[tuple[int, Outcome]] = []
-        self.waited = 0.0
-        self._simulation = simulation
-        self._number = number
-
-    def call(self, step: Callable[..., Any], message: Any) -> list[Reply[Any]]:
-        sim, name = self._simulation, step.__name__
-        shared = sim.share(message, self.ids, "message")
-        self._enter_downloads(name, message)
-        jobs = [(Job(name, client, self._number, True), shared[client]) for client in self.ids]
-        started = time.perf_counter()
-        outcomes = sim.outcomes(sim.backend.submit(jobs, urgent=True), self.ids, name, self._number)
-        self.waited += time.perf_counter() - started
-        replies = []
-        for client, outcome in zip(self.ids, outcomes, strict=True):
-            assert outcome.payload is not None
-            payload = wire.unpack(outcome.payload, sim.method.messages())
-            self._enter(name, client, "up", outcome.sizes)
-            self.outcomes.append((client, outcome._replace(payload=None)))
-            replies.append(Reply(client, outcome.samples, payload))
-        return replies
-
-    def traffic(self) -> dict[str, int]:
-        """Scalars and bytes, up and down, of the whole round."""
-        return {
-            f"{unit}_{way}": sum(row[unit] for row in self.ledger if row["direction"] == way)
-            for unit in ("scalars", "bytes")
-            for way in ("up", "down")
-        }
-
-    def _enter_downloads(self, step: str, message: Any) -> None:
-        common = None if isinstance(message, PerClient) else wire.measure(message, "message")
-        for client in self.ids:
-            sizes = wire.measure(message[client], "message") if common is None else common
-            self._enter(step, client, "down", sizes)
-
-    def _enter(self, step: str, client: int, direction: str, sizes: Sequence[Size]) -> None:
-        for size in sizes:
-            self.ledger.append(
-                {"round": self._number, "client": client, "step": step, "direction": direction}
-                | size._asdict()
-            )
-
-
-def _scores(row: dict[str, Any]) -> dict[str, Any]:
-    keys = ("round", "accuracy", "accuracy_mean", "accuracy_std", "test_loss")
-    return {key: row[key] for key in keys}
+    def _load(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.round > self.config.rounds:
+            raise CheckpointError(f"checkpoint of round {checkpoint.round} is beyond --rounds")
+        server = checkpoint.server()
+        if self.server is not None:
+            tree = wire.unpack(server, self.method.messages())
+            load_state(self.server, tree, self.device)
+        self.backend.restore(checkpoint.clients())
+        self.round = checkpoint.round
+        self.counters |= checkpoint.extra["counters"]
+        self.first_round = time.time() - checkpoint.extra["elapsed"]
 
 
 def _range(split: data.Split) -> str:

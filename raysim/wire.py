@@ -57,6 +57,18 @@ class Packed(NamedTuple):
         return sha.hexdigest()
 
 
+class Like(NamedTuple):
+    """What a tensor of a payload must be; None in a shape is any size."""
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype = torch.float32
+
+
+def like(*shape: int | None, dtype: torch.dtype = torch.float32) -> Any:
+    """A Like where a tensor is declared; typed Any because it stands in for one."""
+    return Like(shape, dtype)
+
+
 class Size(NamedTuple):
     """What one field of a message weighs."""
 
@@ -192,6 +204,33 @@ def check_finite(tree: Any, name: str) -> None:
             finite = not isinstance(value, float) or math.isfinite(value)
         if not finite:
             raise WireError(f"{path} holds a number that is not finite")
+
+
+def check_like(tree: Any, expected: Any, name: str) -> None:
+    """Raise a WireError that names the first field which is not as declared. `expected` is a tree
+    with a Like in place of each tensor; None in it accepts anything."""
+    if expected is None:
+        return
+    if isinstance(expected, Like):
+        if not isinstance(tree, Tensor):
+            raise WireError(f"{name} is a {type(tree).__name__}; expected a tensor")
+        same = len(tree.shape) == len(expected.shape) and all(
+            size in (found, None) for found, size in zip(tree.shape, expected.shape, strict=True)
+        )
+        if not same or tree.dtype != expected.dtype:
+            found = f"{tree.dtype} {list(tree.shape)}"
+            raise WireError(f"{name} is {found}; expected {expected.dtype} {list(expected.shape)}")
+    elif isinstance(expected, Mapping):
+        if not isinstance(tree, Mapping) or list(tree) != list(expected):
+            keys = ", ".join(map(str, list(expected)[:4]))
+            raise WireError(f"{name} does not have the keys that were expected ({keys}, ...)")
+        for key, value in expected.items():
+            check_like(tree[key], value, f"{name}.{key}")
+    elif type(tree) is not type(expected):
+        raise WireError(f"{name} is a {type(tree).__name__}; expected {type(expected).__name__}")
+    elif isinstance(expected, tuple) and hasattr(expected, "_fields"):
+        for field, value, like in zip(expected._fields, tree, expected, strict=True):
+            check_like(value, like, f"{name}.{field}")
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

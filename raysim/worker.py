@@ -64,6 +64,7 @@ class Outcome(NamedTuple):
     evaluation: Evaluation | None = None
     seconds: float = 0.0
     state_bytes: int = 0
+    node: str = ""
     failure: Failure | None = None
 
 

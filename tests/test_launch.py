@@ -135,7 +135,7 @@ def test_a_run_leaves_its_files_and_nothing_else(done: tuple[Path, str]) -> None
 
 
 def test_in_a_pipe_progress_is_one_plain_line_a_round(done: tuple[Path, str]) -> None:
-    out, printed = done
+    printed = done[1]
     assert "\x1b" not in printed
     assert "\r" not in printed
     rounds = [line for line in printed.splitlines() if line.startswith("round ")]
@@ -200,7 +200,8 @@ def test_help_names_every_flag_and_starts_nothing(tmp_path: Path) -> None:
     fixed = (
         "--clients --participation --rounds --method --seed --out --config --backend {ray,local} "
         "--address --actors --cpus --gpus --memory --data.name --data.root --fleet.models "
-        "--fleet.gpus --train.lr --train.precision --train.memory-format --eval.every --hp.server-lr"
+        "--fleet.gpus --train.lr --train.precision --train.memory-format --eval.every "
+        "--hp.server-lr"
     )
     for flag in fixed.replace(" {", "_{").split():
         assert flag.replace("_{", " {") in process.stdout
@@ -292,7 +293,8 @@ def test_help_of_a_users_own_file_shows_its_flag(
 def interrupted(
     argv: list[str], stop: signal.Signals, cwd: Path, whole_group: bool = False
 ) -> tuple[int, str, int]:
-    """Start a long run, stop it after its third line of progress; returns exit code, stderr and the last round told."""
+    """Start a long run and stop it after its third line of progress; returns the exit code, what
+    went to stderr and the last round told."""
     command = [sys.executable, "-m", "raysim.launch", *argv, "--rounds", "100000", "--out", "run"]
     process = subprocess.Popen(
         command,
@@ -336,8 +338,8 @@ def test_an_interrupted_run_is_whole_up_to_its_last_round(
 
 
 def test_a_killed_run_leaves_readable_tables(tmp_path: Path) -> None:
-    """Nothing can be done at kill -9, so what counts is that every file on disk is whole. The two larger tables may
-    lag: a round shorter than 50 times their writing does not rewrite them."""
+    """At kill -9 nothing can be done any more, so every file on disk must be whole already. The two
+    larger tables may lag: rounds shorter than 50 times their writing do not rewrite them."""
     returned, _, told = interrupted(LOCAL, signal.SIGKILL, tmp_path)
     assert returned == -signal.SIGKILL
     assert last_rounds(tmp_path / "run")["rounds"] >= told

@@ -5,7 +5,7 @@ the method has returned. A client without a state has never been chosen; it come
 worker.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,12 +55,19 @@ class Backend(Protocol):
         """Queue jobs, each with its shared message, on the states their clients have now. Urgent
         ones go first."""
 
-    def wait(self, ticket: Any) -> list[Outcome]:
-        """The outcomes of a ticket's jobs, in the order they were submitted. States are replaced
-        here, all at once, and only if no job failed."""
+    def wait(self, ticket: Any, *, stop_early: bool) -> list[Outcome | None]:
+        """The outcomes of a ticket's jobs, in the order they were submitted; a client's state is
+        replaced here if its job did not fail. With `stop_early` the first failure ends the waiting:
+        jobs that were not done yet have no outcome."""
 
     def states(self) -> Iterator[tuple[int, Packed]]:
         """The state of every client that ever trained, by ascending id."""
+
+    def snapshot(self, clients: Collection[int]) -> list[tuple[int, Callable[[], Packed]]]:
+        """How to fetch the states that these clients have now, whatever happens next."""
+
+    def restore(self, states: Iterator[tuple[int, Packed]]) -> None:
+        """Forget all states and jobs, and take these."""
 
     def close(self) -> None: ...
 

@@ -1,11 +1,14 @@
 """The whole simulation in this process: for debugging, tests and sweep trials."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from raysim.backends import NEWBORN_BYTES, Setup, Watch
 from raysim.config import Config
+from raysim.watchdog import Watchdog
 from raysim.wire import Packed
 from raysim.worker import EVALUATE, Job, Outcome, Worker
 
@@ -23,7 +26,7 @@ class LocalBackend:
         self._threads = torch.get_num_threads()
 
     def reserve(self, config: Config) -> None:
-        pass
+        self._watchdog = Watchdog(config.watchdog)
 
     def start(self, setup: Setup) -> torch.device:
         gpus = setup.config.gpus > 0 and torch.cuda.is_available()
@@ -42,20 +45,24 @@ class LocalBackend:
     def submit(self, jobs: Sequence[tuple[Job, Packed]], *, urgent: bool) -> Ticket:
         return [(job, message, self._state(job.client_id)) for job, message in jobs]
 
-    def wait(self, ticket: Ticket) -> list[Outcome]:
-        outcomes, changed = [], {}
-        for done, (job, message, state) in enumerate(ticket):
-            self._watch(1, len(ticket) - done - 1)
+    def wait(self, ticket: Ticket, *, stop_early: bool) -> list[Outcome | None]:
+        outcomes: list[Outcome | None] = [None] * len(ticket)
+        changed = {}
+        for i, (job, message, state) in enumerate(ticket):
+            self._watch(1, len(ticket) - i - 1)
             if job.step == EVALUATE:
                 keep = state is None and self._newborn_bytes < NEWBORN_BYTES
-                job = Job(job.step, job.client_id, job.round, keep)
+                job = replace(job, keep=keep)
+            what = f"{job.step} of client {job.client_id} in round {job.round}"
+            self._watchdog.begin(what)
             new, outcome = self._worker.run(job, state, message)
-            outcomes.append(outcome)
-            if outcome.failure is not None:
-                break
-            if new is not None:
+            self._watchdog.end()
+            outcomes[i] = outcome
+            if outcome.failure is not None and stop_early:
+                return outcomes
+            if outcome.failure is None and new is not None:
                 changed[job.client_id] = new
-        if outcomes and outcomes[-1].failure is None and ticket:
+        if ticket:
             self._commit(ticket[0][0].step, changed)
         self._watch(0, 0)
         return outcomes
@@ -63,7 +70,17 @@ class LocalBackend:
     def states(self) -> Iterator[tuple[int, Packed]]:
         yield from sorted(self._states.items())
 
+    def snapshot(self, clients: Collection[int]) -> list[tuple[int, Callable[[], Packed]]]:
+        known = {c: self._states[c] for c in sorted(clients) if c in self._states}
+        return [(client, partial(_same, state)) for client, state in known.items()]
+
+    def restore(self, states: Iterator[tuple[int, Packed]]) -> None:
+        self._newborn.clear()
+        self._newborn_bytes = 0
+        self._states = dict(states)
+
     def close(self) -> None:
+        self._watchdog.close()
         self._states.clear()
         self._newborn.clear()
         torch.set_num_threads(self._threads)
@@ -81,3 +98,7 @@ class LocalBackend:
             for client_id in changed:
                 if (old := self._newborn.pop(client_id, None)) is not None:
                     self._newborn_bytes -= old.nbytes
+
+
+def _same(state: Packed) -> Packed:
+    return state

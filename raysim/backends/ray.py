@@ -2,7 +2,7 @@
 
 States live in Ray's object store; the driver holds the references. Any idle actor of a pool can
 play any of its clients, and a dead one loses nothing: the same inputs give the same result on
-another.
+another. When a node dies and takes states with it, StatesLost sends the run back to a checkpoint.
 
 The loop is event-driven: it sleeps in `ray.wait` until a task is done. Every actor has one task
 running and one queued, so that it never waits for the driver; the longest expected task goes first,
@@ -12,25 +12,34 @@ few clients.
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, cast
 
 import ray
 import torch
-from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayError,
+    WorkerCrashedError,
+)
 
 import zoo
 from raysim.backends import NEWBORN_BYTES, Setup, Watch
+from raysim.backends.actor import ClientActor, stack_of
 from raysim.backends.plan import GIB, Pool, make_plan
 from raysim.config import Config
-from raysim.data.dataset import Dataset
-from raysim.data.partition import Split
-from raysim.device import assigned_device, keep_freed_memory
-from raysim.errors import ClusterError
-from raysim.fleet import Fleet, gpu_shares
+from raysim.device import assigned_device
+from raysim.errors import ClusterError, Stalled, StatesLost
+from raysim.fleet import gpu_shares
 from raysim.wire import Packed
-from raysim.worker import EVALUATE, Job, Outcome, Worker
+from raysim.worker import EVALUATE, Failure, Job, Outcome
 
 Ref = ray.ObjectRef[Any]
 
@@ -39,52 +48,38 @@ QUEUE = 2
 TASK_SECONDS = 0.1
 """Evaluations are put together until a task is expected to take this long."""
 TRIES = 3
-"""Actors that may die under one task before the run gives up."""
+"""Actors that may die under one task before it counts as failed."""
+NODES_SECONDS = 5.0
+"""How often to look for nodes that joined."""
+DEATHS = (
+    ActorDiedError,
+    ActorUnavailableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    WorkerCrashedError,
+)
 
 
-class ClientActor:
-    """Plays clients, one after the other."""
-
-    def __init__(self, label: str, cpus: float, gpus: float) -> None:
-        self.label = label
-        keep_freed_memory()
-        torch.set_num_threads(max(1, int(cpus)))
-        self.device = assigned_device(gpus)
-
-    def set_up(self, config: dict[str, Any], fleet: Fleet, dataset: Dataset, split: Split) -> str:
-        self.worker = Worker(Config.from_tree(config), fleet, dataset, split, self.device)
-        return str(self.device)
-
-    def run(self, jobs: list[Job], places: list[tuple[int, int]], *inputs: Packed | None) -> Any:
-        """Do jobs one after the other; `places` says which inputs are a job's state and message.
-        Returns the states that are to be kept, each an object of its own, and then the outcomes."""
-        states, outcomes = [], []
-        for job, (state, message) in zip(jobs, places, strict=True):
-            given = inputs[message]
-            assert given is not None
-            new, outcome = self.worker.run(job, inputs[state], given)
-            outcomes.append(outcome)
-            if job.keep:
-                states.append(new)
-        return (*states, outcomes) if states else outcomes
-
-    def __repr__(self) -> str:
-        return self.label
-
-
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     """An actor and what it has to do."""
 
-    pool: "_Queue"
+    queue: "_Queue"
     label: str
     actor: Any
-    tasks: int = 0
-    busy: float = 0.0
-    """Expected seconds of work it has."""
+    ready: bool = False
+    tasks: list["_Task"] = field(default_factory=list)
+    """In the order they were given; the first is the one that runs."""
+    place: tuple[str, str, int] = ("", "", 0)
+    """Device, node and process id."""
+
+    @property
+    def busy(self) -> float:
+        """Expected seconds of work it has."""
+        return sum(task.cost for task in self.tasks)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Queue:
     """A pool's actors and the tasks that wait for them, as a heap: urgent before not, then the
     longest first."""
@@ -94,7 +89,7 @@ class _Queue:
     heap: list[tuple[bool, float, int, "_Task"]] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Item:
     """A job with its inputs, and later its results."""
 
@@ -106,7 +101,7 @@ class _Item:
     outcome: Outcome | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Task:
     """Items that go to an actor in one call."""
 
@@ -114,21 +109,21 @@ class _Task:
     queue: _Queue
     urgent: bool
     ticket: "Ticket"
+    cost: float
     tries: int = 0
     slot: _Slot | None = None
+    since: float = 0.0
     states: list[Ref] = field(default_factory=list)
 
-    @property
-    def cost(self) -> float:
-        return sum(item.cost for item in self.items)
 
-
-@dataclass
+@dataclass(eq=False)
 class Ticket:
     items: list[_Item]
     left: int = 0
     """Tasks not done yet."""
     failed: bool = False
+    void: bool = False
+    """Nobody waits for it any more."""
 
 
 class RayBackend:
@@ -143,10 +138,16 @@ class RayBackend:
         self._states: dict[int, Ref] = {}
         self._newborn: dict[int, tuple[Ref, int]] = {}
         self._newborn_bytes = 0
-        self._flying: dict[Ref, _Task] = {}
+        self._flying: dict[Ref, _Task | _Slot] = {}
         self._waiting = 0
         self._order = itertools.count()
+        self._labels = itertools.count()
         self._pace: dict[tuple[str, str], float] = {}
+        self._looked = time.monotonic()
+        self._setup: tuple[Any, ...] | None = None
+        self.actors_lost = 0
+
+    # Actors
 
     @property
     def num_actors(self) -> int:
@@ -154,72 +155,147 @@ class RayBackend:
 
     def reserve(self, config: Config) -> None:
         self._config = config
-        models = zoo.expand(config.fleet.models)
-        shares = dict(gpu_shares(config.fleet.gpus, models))
-        pools = make_plan(config, models, shares, node_resources())
-        for pool in pools:
+        for pool in self._plan():
             queue = _Queue(pool)
             self._queues.append(queue)
             if pool.client is not None:
                 self._by_client[pool.client] = queue
             for model in pool.models:
                 self._by_model[model] = queue
-            for i in range(pool.count):
-                label = pool.name if pool.count == 1 else f"{pool.name}-{i}"
-                queue.slots.append(_Slot(queue, label, self._create(pool, label)))
+            for _ in range(pool.count):
+                self._add(queue)
 
-    def _create(self, pool: Pool, label: str) -> Any:
-        request = pool.request
+    def _plan(self) -> list[Pool]:
+        models = zoo.expand(self._config.fleet.models)
+        shares = dict(gpu_shares(self._config.fleet.gpus, models))
+        return make_plan(self._config, models, shares, node_resources())
+
+    def _add(self, queue: _Queue) -> None:
+        request = queue.pool.request
+        number = next(self._labels)
+        pinned = queue.pool.client is not None and not queue.slots and self._setup is None
+        label = queue.pool.name if pinned else f"{queue.pool.name}-{number}"
         options: dict[str, Any] = {"num_cpus": request.cpus, "num_gpus": request.gpus}
         if request.memory:
             options["memory"] = int(request.memory * GIB)
         actor: Any = ray.remote(ClientActor).options(
             name=f"{self._run}-{label}",
             namespace="raysim",
-            max_restarts=0,  # a dead actor is replaced, and its job done again, right here
+            max_restarts=0,  # a dead actor is replaced, and its task done again, right here
             max_task_retries=0,
             enable_task_events=False,
             **options,
         )
-        return actor.remote(label, request.cpus, request.gpus)
+        slot = _Slot(queue, label, actor.remote(label, request.cpus, request.gpus))
+        queue.slots.append(slot)
+        if self._setup is not None:
+            self._set_up(slot)
+
+    def _set_up(self, slot: _Slot) -> None:
+        self._flying[slot.actor.set_up.remote(*self._setup or ())] = slot
 
     def start(self, setup: Setup) -> torch.device:
         self._fleet = setup.fleet
         self._split = setup.split
-        self._setup = (
-            setup.config.to_tree(), setup.fleet, ray.put(setup.dataset), ray.put(setup.split)
-        )  # fmt: skip
-        slots = [slot for queue in self._queues for slot in queue.slots]
-        self._devices: list[str] = ray.get(
-            [slot.actor.set_up.remote(*self._setup) for slot in slots]
-        )
+        shared = ray.put(setup.dataset), ray.put(setup.split)
+        self._setup = (setup.config.to_tree(), setup.fleet, *shared)
+        for queue in self._queues:
+            for slot in queue.slots:
+                self._set_up(slot)
+        while not all(slot.ready for queue in self._queues for slot in queue.slots):
+            self._step()
         return assigned_device(setup.config.driver.gpus)
 
     def plan(self) -> list[tuple[str, str]]:
-        devices = ", ".join(dict.fromkeys(self._devices))
+        slots = [slot for queue in self._queues for slot in queue.slots]
+        devices = ", ".join(dict.fromkeys(slot.place[0] for slot in slots))
+        nodes = len({slot.place[1] for slot in slots})
+        where = f"{devices} of {nodes} nodes" if nodes > 1 else devices
         lines = [
-            (queue.pool.name, f"{len(queue.slots)} x ({queue.pool.request}) plays {_played(queue)}")
+            (
+                queue.pool.name,
+                f"{len(queue.slots)} x ({queue.pool.request}) plays "
+                + ", ".join(sorted(queue.pool.models)),
+            )
             for queue in self._queues
         ]
         if self._by_client:
             first = self._queues[0].pool
-            lines = [
-                ("actors", f"one for each client ({first.request}), named {first.name} and so on")
-            ]
-        return [("backend", f"ray: {self.num_actors} client actors on {devices}"), *lines]
+            each = f"one for each client ({first.request}), named {first.name} and so on"
+            lines = [("actors", each)]
+        return [("backend", f"ray: {self.num_actors} client actors on {where}"), *lines]
+
+    def _bury(self, slot: _Slot, error: Exception) -> None:
+        """An actor is dead: do its tasks elsewhere and replace it. Only the task that ran can be to
+        blame."""
+        if slot not in slot.queue.slots:
+            return
+        slot.queue.slots.remove(slot)
+        ray.kill(slot.actor)
+        self.actors_lost += 1
+        tasks, slot.tasks = slot.tasks, []
+        self._flying = {
+            ref: flying
+            for ref, flying in self._flying.items()
+            if flying is not slot and flying not in tasks
+        }
+        for i, task in enumerate(tasks):
+            task.tries += i == 0
+            if task.ticket.void:
+                continue
+            if task.tries < TRIES:
+                self._push(task)
+                continue
+            text = f"took down {TRIES} actors; the last: {type(error).__name__}: {error}"
+            for item in task.items:
+                item.outcome = Outcome(failure=Failure(text, ""), node=slot.place[1])
+            task.ticket.left -= 1
+            task.ticket.failed = True
+        self._grow(slot.queue)
+        self._feed(slot.queue)
+
+    def _grow(self, needy: _Queue | None = None) -> None:
+        """As many actors as the plan has on the nodes that are there now."""
+        try:
+            wanted = {pool.name: pool.count for pool in self._plan()}
+        except ClusterError:
+            # What is left of the cluster does not fit the plan: go on with the actors that live.
+            if needy is not None and not needy.slots:
+                raise
+            return
+        for queue in self._queues:
+            for _ in range(wanted.get(queue.pool.name, 0) - len(queue.slots)):
+                self._add(queue)
+
+    def _look_for_nodes(self) -> None:
+        if self._config.actors == "auto" and time.monotonic() - self._looked > NODES_SECONDS:
+            self._looked = time.monotonic()
+            self._grow()
+
+    def close(self) -> None:
+        for queue in self._queues:
+            for slot in queue.slots:
+                ray.kill(slot.actor)
+        self._queues.clear()
+        self._flying.clear()
+        self._states.clear()
+        self._newborn.clear()
+
+    # Jobs
 
     def share(self, message: Packed) -> Ref:
         return ray.put(message)
 
     def submit(self, jobs: Sequence[tuple[Job, Ref]], *, urgent: bool) -> Ticket:
+        self._look_for_nodes()
         ticket = Ticket([self._item(job, message) for job, message in jobs])
-        by_queue: dict[int, tuple[_Queue, list[_Item]]] = {}
+        by_queue: dict[_Queue, list[_Item]] = {}
         for item in ticket.items:
-            queue = self._queue_of(item.job.client_id)
-            by_queue.setdefault(id(queue), (queue, []))[1].append(item)
-        for queue, items in by_queue.values():
+            by_queue.setdefault(self._queue_of(item.job.client_id), []).append(item)
+        for queue, items in by_queue.items():
             for group in self._group(items, len(queue.slots)):
-                self._push(_Task(group, queue, urgent, ticket))
+                cost = sum(item.cost for item in group)
+                self._push(_Task(group, queue, urgent, ticket, cost))
                 ticket.left += 1
             self._feed(queue)
         return ticket
@@ -231,10 +307,10 @@ class RayBackend:
         return _Item(job, message, state, self._expected(job))
 
     def _group(self, items: list[_Item], actors: int) -> Iterator[list[_Item]]:
-        """Training steps stay alone; evaluations, which are short, share a call so that calls do
-        not outweigh them."""
+        """Training steps stay alone; evaluations are short and share a call, so that calls do not
+        outweigh them."""
         group: list[_Item] = []
-        most = max(1, len(items) // (2 * actors))
+        most = max(1, len(items) // (2 * max(1, actors)))
         for item in items:
             group.append(item)
             long = sum(item.cost for item in group) >= TASK_SECONDS
@@ -244,30 +320,43 @@ class RayBackend:
         if group:
             yield group
 
-    def wait(self, ticket: Ticket) -> list[Outcome]:
-        while ticket.left and not ticket.failed:
-            self._watch(len(self._flying), self._waiting)
-            refs = list(self._flying)
-            ready, rest = ray.wait(refs, num_returns=1)
-            ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0] if rest else []
-            for ref in ready:
-                self._land(ref)
-        if not ticket.failed:
+    def wait(self, ticket: Ticket, *, stop_early: bool) -> list[Outcome | None]:
+        while ticket.left and not (stop_early and ticket.failed):
+            self._watch(sum(isinstance(f, _Task) for f in self._flying.values()), self._waiting)
+            self._step()
+        if ticket.left:
+            ticket.void = True
+        else:
             self._commit(ticket)
-        return [item.outcome or Outcome() for item in ticket.items]
+        return [item.outcome for item in ticket.items]
 
-    def states(self) -> Iterator[tuple[int, Packed]]:
-        for client in sorted(self._states):
-            yield client, ray.get(self._states[client])
+    def _step(self) -> None:
+        """Sleep until something is done, and deal with it."""
+        patience = self._config.watchdog or None
+        refs = list(self._flying)
+        ready, rest = ray.wait(refs, num_returns=1, timeout=patience) if refs else ([], [])
+        if not ready:
+            raise self._stalled()
+        ready += ray.wait(rest, num_returns=len(rest), timeout=0)[0] if rest else []
+        for ref in ready:
+            flying = self._flying.pop(
+                ref, None
+            )  # an actor's death takes all its references at once
+            if isinstance(flying, _Slot):
+                self._set_up_done(ref, flying)
+            elif flying is not None:
+                self._land(ref, flying)
 
-    def close(self) -> None:
-        for queue in self._queues:
-            for slot in queue.slots:
-                ray.kill(slot.actor)
-        self._queues.clear()
-        self._flying.clear()
-        self._states.clear()
-        self._newborn.clear()
+    def _set_up_done(self, ref: Ref, slot: _Slot) -> None:
+        try:
+            slot.place = ray.get(ref)
+        except DEATHS as error:
+            if slot.queue.pool.client is None and self.actors_lost > 100 * TRIES:
+                raise ClusterError(f"actors die while they start: {error}") from error
+            self._bury(slot, error)
+            return
+        slot.ready = True
+        self._feed(slot.queue)
 
     def _queue_of(self, client: int) -> _Queue:
         return self._by_client.get(client) or self._by_model[self._fleet.model_of(client)]
@@ -279,16 +368,18 @@ class RayBackend:
     def _feed(self, queue: _Queue) -> None:
         """Give waiting tasks to actors that have room."""
         while queue.heap:
-            open_slots = [slot for slot in queue.slots if slot.tasks < QUEUE]
-            if not open_slots:
+            room = [slot for slot in queue.slots if slot.ready and len(slot.tasks) < QUEUE]
+            if not room:
                 return
-            slot = min(open_slots, key=lambda slot: slot.busy)
+            slot = min(room, key=lambda slot: slot.busy)
             task = heapq.heappop(queue.heap)[-1]
             self._waiting -= len(task.items)
+            if task.ticket.void:
+                continue
             self._flying[self._call(slot, task)] = task
             task.slot = slot
-            slot.tasks += 1
-            slot.busy += task.cost
+            task.since = time.monotonic()
+            slot.tasks.append(task)
 
     def _call(self, slot: _Slot, task: _Task) -> Ref:
         """Start a task on an actor; returns the reference of its outcomes."""
@@ -306,18 +397,21 @@ class RayBackend:
         *task.states, outcomes = refs if kept else [refs]
         return cast(Ref, outcomes)
 
-    def _land(self, ref: Ref) -> None:
-        """A task is done, or its actor died."""
-        task = self._flying.pop(ref)
+    def _land(self, ref: Ref, task: _Task) -> None:
+        """A task is done, or its actor died, or what it needed is gone."""
         slot = task.slot
         assert slot is not None
-        slot.tasks -= 1
-        slot.busy = max(0.0, slot.busy - task.cost)
         try:
             outcomes: list[Outcome] = ray.get(ref)
-        except (ActorDiedError, ActorUnavailableError, NodeDiedError, OutOfMemoryError) as error:
-            self._retry(task, slot, error)
+        except DEATHS as error:
+            self._bury(slot, error)
             return
+        except RayError as error:
+            if not lost(error):
+                raise
+            slot.tasks.remove(task)
+            raise StatesLost(f"client states were lost ({type(error).__name__})") from error
+        slot.tasks.remove(task)
         states = iter(task.states)
         for item, outcome in zip(task.items, outcomes, strict=True):
             item.outcome = outcome
@@ -325,36 +419,7 @@ class RayBackend:
             self._learn_pace(item.job, outcome)
             task.ticket.failed |= outcome.failure is not None
         task.ticket.left -= 1
-        self._feed(slot.pool)
-
-    def _retry(self, task: _Task, slot: _Slot, error: Exception) -> None:
-        """Replace a dead actor, once, and do its task again on another."""
-        if slot in slot.pool.slots:
-            slot.pool.slots.remove(slot)
-            label = f"{slot.label}+"
-            slot.pool.slots.append(_Slot(slot.pool, label, self._create(slot.pool.pool, label)))
-            slot.pool.slots[-1].actor.set_up.remote(*self._setup)
-        task.tries += 1
-        if task.tries >= TRIES:
-            job = task.items[0].job
-            raise ClusterError(
-                f"client {job.client_id} ({self._fleet.model_of(job.client_id)}) took down "
-                f"{TRIES} actors in round {job.round} ({job.step}); the last: {error}"
-            )
-        self._push(task)
-        self._feed(task.queue)
-
-    def _commit(self, ticket: Ticket) -> None:
-        for item in ticket.items:
-            client, state = item.job.client_id, item.new_state
-            if state is None or item.outcome is None:
-                continue
-            if item.job.step != EVALUATE:
-                self._states[client] = state
-                self._newborn_bytes -= self._newborn.pop(client, (None, 0))[1]
-            elif client not in self._states:
-                self._newborn[client] = (state, item.outcome.state_bytes)
-                self._newborn_bytes += item.outcome.state_bytes
+        self._feed(slot.queue)
 
     def _expected(self, job: Job) -> float:
         """Seconds a job may take: as its like did, else in proportion to its samples."""
@@ -368,11 +433,77 @@ class RayBackend:
         pace = outcome.seconds / max(1, samples)
         self._pace[key] = pace if key not in self._pace else 0.7 * self._pace[key] + 0.3 * pace
 
+    def _stalled(self) -> Stalled:
+        """Nothing happened for too long: say what is pending, where, and what it is doing."""
+        lines = [f"no progress for {self._config.watchdog:g} s (--watchdog); pending:"]
+        stacks = []
+        for flying in self._flying.values():
+            if isinstance(flying, _Slot):
+                lines.append(f"  actor {flying.label} has not started")
+            elif flying.slot is not None and flying is flying.slot.tasks[0]:
+                slot, job = flying.slot, flying.items[0].job
+                model = self._fleet.model_of(job.client_id)
+                what = f"{job.step} of client {job.client_id} ({model}) in round {job.round}"
+                _, node, pid = slot.place
+                since = time.monotonic() - flying.since
+                lines.append(
+                    f"  {what} on {slot.label} (process {pid}, node {node}) for {since:.0f} s"
+                )
+                stacks.append(f"{slot.label}, process {pid}:\n{stack_of(node, pid)}")
+        if not self._flying:
+            lines.append(f"  no actor is left; {self._waiting} jobs wait for one")
+        return Stalled("\n".join(lines), "\n".join(stacks))
+
+    # States
+
+    def states(self) -> Iterator[tuple[int, Packed]]:
+        for client, fetch in self.snapshot(self._states):
+            yield client, fetch()
+
+    def snapshot(self, clients: Collection[int]) -> list[tuple[int, Callable[[], Packed]]]:
+        known = [client for client in sorted(clients) if client in self._states]
+        return [(client, partial(_fetch, self._states[client], client)) for client in known]
+
+    def restore(self, states: Iterator[tuple[int, Packed]]) -> None:
+        for flying in self._flying.values():
+            if isinstance(flying, _Task):
+                flying.ticket.void = True
+        for queue in self._queues:
+            queue.heap.clear()
+        self._waiting = 0
+        self._newborn.clear()
+        self._newborn_bytes = 0
+        self._states = {client: ray.put(state) for client, state in states}
+
+    def _commit(self, ticket: Ticket) -> None:
+        for item in ticket.items:
+            client, state, outcome = item.job.client_id, item.new_state, item.outcome
+            if state is None or outcome is None or outcome.failure is not None:
+                continue
+            if item.job.step != EVALUATE:
+                self._states[client] = state
+                self._newborn_bytes -= self._newborn.pop(client, (None, 0))[1]
+            elif client not in self._states:
+                self._newborn[client] = (state, outcome.state_bytes)
+                self._newborn_bytes += outcome.state_bytes
+
+
+def _fetch(ref: Ref, client: int) -> Packed:
+    try:
+        return cast(Packed, ray.get(ref))
+    except RayError as error:
+        if not lost(error):
+            raise
+        raise StatesLost(f"the state of client {client} was lost") from error
+
+
+def lost(error: RayError) -> bool:
+    """Whether an object is gone from the store, now or for a task that needed it."""
+    cause = getattr(error, "cause", None)
+    return isinstance(error, ObjectLostError) or isinstance(cause, ObjectLostError)
+
 
 def node_resources() -> list[dict[str, float]]:
     """What each living node has."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-
-
-def _played(queue: _Queue) -> str:
-    return ", ".join(sorted(queue.pool.models))
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node["Resources"] for node in nodes if node["Alive"]]

@@ -1,0 +1,156 @@
+"""The clients of a round as a method sees them: runs steps on them and keeps the ledger."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raysim import wire
+from raysim.backends import Backend
+from raysim.config import Config
+from raysim.errors import ClientError, WireError
+from raysim.fleet import Fleet
+from raysim.method import Method, PerClient, Reply, ServerContext
+from raysim.wire import Size
+from raysim.worker import Failure, Job, Outcome
+
+TRIES = 3
+"""How often a failing step is tried with --on-client-error retry."""
+
+
+class Cohort:
+    """The participants of one round."""
+
+    def __init__(
+        self,
+        ids: list[int],
+        ctx: ServerContext,
+        method: Method[Any, Any],
+        backend: Backend,
+        on_error: str,
+    ) -> None:
+        self.ids = ids
+        self.ctx = ctx
+        self.ledger: list[dict[str, Any]] = []
+        self.outcomes: dict[int, list[Outcome]] = {}
+        """What each client's steps gave; a failure is the last of its client."""
+        self.retries = 0
+        self.waited = 0.0
+        self._method = method
+        self._backend = backend
+        self._on_error = on_error
+
+    def call(self, step: Callable[..., Any], message: Any) -> list[Reply[Any]]:
+        name = step.__name__
+        present = [client for client in self.ids if not self.dropped(client)]
+        shared = share(self._backend, message, present)
+        self._enter_downloads(name, message, present)
+        started = time.perf_counter()
+        replies: dict[int, Reply[Any]] = {}
+        left = present
+        for attempt in range(TRIES):
+            outcomes = self._run(name, left, shared)
+            replies |= self._accept(name, outcomes)
+            left = [client for client in left if client not in replies]
+            if not left or self._on_error != "retry" or attempt == TRIES - 1:
+                break
+            self.retries += len(left)
+        self.waited += time.perf_counter() - started
+        for client in left:
+            if self._on_error != "drop":
+                raise client_error(name, client, self.ctx, self.outcomes[client][-1])
+        return [replies[client] for client in sorted(replies)]
+
+    def dropped(self, client: int) -> bool:
+        given = self.outcomes.get(client, [])
+        return bool(given) and given[-1].failure is not None
+
+    def _run(self, step: str, ids: list[int], shared: dict[int, Any]) -> dict[int, Outcome]:
+        jobs = [(Job(step, client, self.ctx.round, True), shared[client]) for client in ids]
+        ticket = self._backend.submit(jobs, urgent=True)
+        outcomes = self._backend.wait(ticket, stop_early=self._on_error == "fail")
+        return {c: o for c, o in zip(ids, outcomes, strict=True) if o is not None}
+
+    def _accept(self, step: str, outcomes: dict[int, Outcome]) -> dict[int, Reply[Any]]:
+        """Decode the payloads. One that is not what the method declares never reaches it."""
+        replies = {}
+        for client, outcome in outcomes.items():
+            payload, outcome = self._open(step, client, outcome)
+            self.outcomes.setdefault(client, []).append(outcome._replace(payload=None))
+            if outcome.failure is None:
+                self._enter(step, client, "up", outcome.sizes)
+                replies[client] = Reply(client, outcome.samples, payload)
+        return replies
+
+    def _open(self, step: str, client: int, outcome: Outcome) -> tuple[Any, Outcome]:
+        if outcome.failure is not None or outcome.payload is None:
+            return None, outcome
+        try:
+            payload = wire.unpack(outcome.payload, self._method.messages())
+            wire.check_finite(payload, "payload")
+            if step == "client_update":
+                wire.check_like(payload, self._method.expected(client, self.ctx), "payload")
+        except WireError as error:
+            return None, outcome._replace(failure=Failure(f"rejected: {error}", ""))
+        return payload, outcome
+
+    def traffic(self) -> dict[str, int]:
+        """Scalars and bytes, up and down, of the whole round."""
+        return {
+            f"{unit}_{way}": sum(row[unit] for row in self.ledger if row["direction"] == way)
+            for unit in ("scalars", "bytes")
+            for way in ("up", "down")
+        }
+
+    def _enter_downloads(self, step: str, message: Any, ids: Sequence[int]) -> None:
+        common = None if isinstance(message, PerClient) else wire.measure(message, "message")
+        for client in ids:
+            sizes = wire.measure(message[client], "message") if common is None else common
+            self._enter(step, client, "down", sizes)
+
+    def _enter(self, step: str, client: int, direction: str, sizes: Sequence[Size]) -> None:
+        row = {"round": self.ctx.round, "client": client, "step": step, "direction": direction}
+        self.ledger += [row | size._asdict() for size in sizes]
+
+
+def share(backend: Backend, message: Any, ids: Sequence[int]) -> dict[int, Any]:
+    """Check a message, encode it once (a PerClient for each) and hand it to the backend."""
+    if isinstance(message, PerClient):
+        return {client: _share(backend, message[client], f"message[{client}]") for client in ids}
+    return dict.fromkeys(ids, _share(backend, message, "message"))
+
+
+def _share(backend: Backend, message: Any, name: str) -> Any:
+    wire.check_finite(message, name)
+    return backend.share(wire.pack(message, name))
+
+
+def client_error(step: str, client: int, ctx: ServerContext, outcome: Outcome) -> ClientError:
+    """A failure in the user's words: what, who, when, where; the original traceback goes first."""
+    failure = outcome.failure
+    assert failure is not None
+    model = ctx.fleet.model_of(client)
+    where = f" on node {outcome.node}" if outcome.node else ""
+    return ClientError(
+        f"{step} failed on client {client} ({model}) in round {ctx.round}{where}: "
+        f"{failure.message}",
+        failure.traceback,
+    )
+
+
+def account(config: Config, fleet: Fleet, cohort: Cohort) -> list[dict[str, Any]]:
+    """One row for each selected client: done, dropped or failed."""
+    rows = []
+    for client in cohort.ids:
+        outcomes = cohort.outcomes.get(client, [])
+        done = [outcome for outcome in outcomes if outcome.failure is None]
+        losses = [outcome.loss for outcome in done if outcome.loss is not None]
+        rows.append(
+            {
+                "round": cohort.ctx.round, "client": client, "model": fleet.model_of(client),
+                "phase": "train", "status": "dropped" if cohort.dropped(client) else "done",
+                "samples": max((outcome.samples for outcome in outcomes), default=0),
+                "loss": losses[-1] if losses else None,
+                "seconds": sum(outcome.seconds for outcome in outcomes),
+            }
+        )  # fmt: skip
+    return rows

@@ -1,0 +1,64 @@
+"""`--resume DIR`: what may change when a run goes on, and what may not."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from raysim.config import Config
+from raysim.errors import ConfigError, RunError
+from raysim.record import SUMMARY
+
+FREE = (
+    "rounds", "out", "backend", "address", "actors", "gpus", "memory", "dashboard", "detach",
+    "checkpoint_every", "keep_checkpoints", "on_client_error", "watchdog", "fleet.gpus", "driver",
+    "data.root", "source",
+)  # fmt: skip
+"""Settings that change how a run is carried out, or how far, but not its result."""
+
+
+def resumed(folder: Path, words: Sequence[str]) -> Config:
+    """The Config of the run in `folder` with the changes that `words` ask for."""
+    path = folder / "config.yaml"
+    if not path.exists():
+        raise RunError(f"--resume {folder}: there is no run (no config.yaml)")
+    saved = Config.parse(["--config", str(path)])
+    asked = Config.parse(["--config", str(path), *_without_resume(words)])
+    if asked.out is not None:
+        raise ConfigError("--resume goes on in its own folder; leave --out out")
+    for key, (old, new) in _differences(saved.to_tree(), asked.to_tree()):
+        if not any(key == free or key.startswith(f"{free}.") for free in FREE):
+            flag = key.replace("_", "-")
+            raise ConfigError(
+                f"--resume {folder} was started with --{flag} {old}, got {new}. Leave it out, or "
+                f"start a new run: --config {path} --{flag} {new} --out ANOTHER"
+            )
+    if (folder / SUMMARY).exists() and asked.rounds <= saved.rounds:
+        raise RunError(
+            f"--resume {folder}: the run has finished its {saved.rounds} rounds; "
+            f"extend it with --rounds {2 * saved.rounds}"
+        )
+    return replace(asked, out=folder)
+
+
+def _without_resume(words: Sequence[str]) -> Iterator[str]:
+    rest = iter(words)
+    for word in rest:
+        if word == "--resume":
+            next(rest, None)
+        elif not word.startswith("--resume="):
+            yield word
+
+
+def _differences(
+    old: dict[str, Any], new: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for key, value in old.items():
+        if isinstance(value, dict):
+            yield from _differences(value, new[key], f"{prefix}{key}.")
+        elif key == "cpus" and not prefix:
+            # Threads are whole CPUs; as long as they stay, so do the bits.
+            if max(1, int(value)) != max(1, int(new[key])):
+                yield key, (value, new[key])
+        elif value != new[key]:
+            yield f"{prefix}{key}", (value, new[key])

@@ -1,0 +1,70 @@
+"""What a run comes to: its summary and its digest."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from raysim.config import Config
+from raysim.record import versions
+from raysim.wire import Packed
+
+Row = dict[str, Any]
+
+
+def summarize(
+    config: Config,
+    rows: list[Row],
+    counters: dict[str, float],
+    actors: int,
+    *,
+    total: float,
+    wall: float,
+) -> dict[str, Any]:
+    """`total` counts from the command, `wall` from the first round; both in seconds."""
+    evaluated = [row for row in rows if row["accuracy"] is not None]
+    best = max(evaluated, key=lambda row: (row["accuracy"], -row["round"]))
+    busy = counters["training"] + counters["evaluation"]
+    units = ("scalars_up", "scalars_down", "bytes_up", "bytes_down")
+    return {
+        "method": config.method,
+        "data": config.data.name,
+        "clients": config.clients,
+        "participation": config.participation,
+        "rounds": len(rows),
+        "seed": config.seed,
+        "final": _scores(evaluated[-1]),
+        "best": _scores(best),
+        **{unit: sum(row[unit] for row in rows) for unit in units},
+        "selected": {
+            "done": int(counters["done"]),
+            "dropped": int(counters["dropped"]),
+            "failed": 0,  # a failure ends the run before there is a summary
+        },
+        "faults": {name: int(counters[name]) for name in ("retries", "replays")},
+        "seconds": {
+            "total": total,
+            "start": max(0.0, total - wall),
+            "rounds": wall,
+            **{name: counters[name] for name in ("training", "evaluation", "server")},
+            "idle": max(0.0, wall * actors - busy),
+        },
+        "actors": actors,
+        "versions": versions(),
+    }
+
+
+def _scores(row: Row) -> Row:
+    keys = ("round", "accuracy", "accuracy_mean", "accuracy_std", "test_loss")
+    return {key: row[key] for key in keys}
+
+
+def digest(server: Packed, states: Iterable[tuple[int, Packed]], rows: list[Row]) -> str:
+    """SHA-256 over the final server state, the state of every client that trained, and the metric
+    history. Time is no part of it."""
+    sha = hashlib.sha256(server.digest().encode())
+    for client, state in states:
+        sha.update(f"{client}:{state.digest()}".encode())
+    timeless = [k for k in rows[0] if k != "elapsed" and not k.endswith("seconds")]
+    sha.update(json.dumps([[row[key] for key in timeless] for row in rows]).encode())
+    return sha.hexdigest()
