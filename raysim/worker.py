@@ -141,7 +141,8 @@ class Worker:
                 scores = self.method.predict(client, x).float()
                 best, guess = scores.max(dim=1)
                 correct += int(((guess == y) & best.isfinite()).sum())
-                loss += float(F.cross_entropy(scores, y, reduction="sum"))
+                losses = F.cross_entropy(scores, y, reduction="none")
+                loss += float(losses.masked_fill(~best.isfinite(), torch.inf).sum())
         mean = loss / len(rows) if len(rows) else float("nan")
         return Outcome(evaluation=Evaluation(correct, len(rows), mean), samples=len(rows))
 

@@ -78,12 +78,13 @@ def test_actors_give_the_digest_of_one_process(
 
 
 @pytest.mark.ray
+@pytest.mark.parametrize("method", methods.names())
 def test_an_actor_for_each_client_gives_the_digest_of_one_process(
-    reference: dict[str, Result], tmp_path: Path, cluster: None
+    method: str, reference: dict[str, Result], tmp_path: Path, cluster: None
 ) -> None:
-    result = simulate("fedre", tmp_path / "ray", backend="ray", actors="clients", cpus=0.5)
+    result = simulate(method, tmp_path / "ray", backend="ray", actors="clients", cpus=0.5)
     assert result.summary["actors"] == 7
-    assert result.digest == reference["fedre"].digest
+    assert result.digest == reference[method].digest
 
 
 @pytest.mark.ray
