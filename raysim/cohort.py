@@ -6,7 +6,6 @@ from typing import Any
 
 from raysim import wire
 from raysim.backends import Backend
-from raysim.config import Config
 from raysim.errors import ClientError, WireError
 from raysim.fleet import Fleet
 from raysim.method import Method, PerClient, Reply, ServerContext
@@ -137,8 +136,9 @@ def client_error(step: str, client: int, ctx: ServerContext, outcome: Outcome) -
     )
 
 
-def account(config: Config, fleet: Fleet, cohort: Cohort) -> list[dict[str, Any]]:
-    """One row for each selected client: done, dropped or failed."""
+def account(fleet: Fleet, cohort: Cohort, otherwise: str) -> list[dict[str, Any]]:
+    """One row for each selected client: done, or `otherwise` if its last step failed, or pending if
+    the round ended before it was done."""
     rows = []
     for client in cohort.ids:
         outcomes = cohort.outcomes.get(client, [])
@@ -147,10 +147,16 @@ def account(config: Config, fleet: Fleet, cohort: Cohort) -> list[dict[str, Any]
         rows.append(
             {
                 "round": cohort.ctx.round, "client": client, "model": fleet.model_of(client),
-                "phase": "train", "status": "dropped" if cohort.dropped(client) else "done",
+                "phase": "train", "status": _status(cohort, client, otherwise),
                 "samples": max((outcome.samples for outcome in outcomes), default=0),
                 "loss": losses[-1] if losses else None,
                 "seconds": sum(outcome.seconds for outcome in outcomes),
             }
         )  # fmt: skip
     return rows
+
+
+def _status(cohort: Cohort, client: int, otherwise: str) -> str:
+    if not cohort.outcomes.get(client):
+        return "pending"
+    return otherwise if cohort.dropped(client) else "done"

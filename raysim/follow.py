@@ -39,7 +39,7 @@ def drive(config: Config, console: Console, started: float, resume: bool) -> End
         models = zoo.expand(config.fleet.models)
         make_plan(config, models, dict(gpu_shares(config.fleet.gpus, models)), node_resources())
         if dashboard:
-            token = "its token: ray get-auth-token --generate"
+            token = "its token: ray get-auth-token"
             console.show(Note(f"dashboard: http://{dashboard} ({token})"))
         name = f"raysim-{config.out.name}-{secrets.token_hex(2)}"
         driver = _create(config, name, started, resume)

@@ -16,7 +16,7 @@ from raysim.backends import Backend, Setup
 from raysim.checkpoint import Checkpoint, Store
 from raysim.cohort import Cohort, account, client_error, share
 from raysim.config import Config
-from raysim.errors import CheckpointError, StatesLost, Stopped
+from raysim.errors import CheckpointError, ClientError, StatesLost, Stopped
 from raysim.events import Evaluated, Event, Finished, Note, RoundFinished, Started
 from raysim.fleet import assemble
 from raysim.method import ServerContext, load_state, state_tree
@@ -119,6 +119,7 @@ class Simulation:
         if config.checkpoint_every:
             self._save(wait=True)
         rows = self.recorder.history()
+        self.counters["actors_lost"] += self.backend.actors_lost
         server = wire.pack(self._server_tree(), "server")
         summary = summarize(
             config, rows, self.counters, self.backend.num_actors,
@@ -176,7 +177,17 @@ class Simulation:
         self.changed: set[int] = set()
         self.pending: _Pending | None = None
         self.counters: dict[str, float] = dict.fromkeys(
-            ("training", "evaluation", "server", "done", "dropped", "retries", "replays"), 0.0
+            (
+                "training",
+                "evaluation",
+                "server",
+                "done",
+                "dropped",
+                "retries",
+                "replays",
+                "actors_lost",
+            ),
+            0.0,
         )
         self.first_round = time.time()
 
@@ -190,13 +201,18 @@ class Simulation:
         started = time.perf_counter()
         ctx = self._context(number)
         cohort = Cohort(ids, ctx, self.method, self.backend, self.config.on_client_error)
-        with seeded(self.config.seed, "round", number):
-            self.method.round(self.server, cohort, ctx)
+        try:
+            with seeded(self.config.seed, "round", number):
+                self.method.round(self.server, cohort, ctx)
+        except ClientError:
+            self.recorder.clients.append(account(self.fleet, cohort, "failed"))
+            self.recorder.write(last=True)
+            raise
         self._record_round(number, cohort, time.perf_counter() - started)
         self.changed |= {client for client in ids if cohort.outcomes.get(client)}
 
     def _record_round(self, number: int, cohort: Cohort, seconds: float) -> None:
-        rows = account(self.config, self.fleet, cohort)
+        rows = account(self.fleet, cohort, "dropped")
         training = sum(row["seconds"] for row in rows)
         known = [(row["loss"], row["samples"]) for row in rows if row["loss"] is not None]
         total = sum(samples for _, samples in known)

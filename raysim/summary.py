@@ -41,7 +41,7 @@ def summarize(
             "dropped": int(counters["dropped"]),
             "failed": 0,  # a failure ends the run before there is a summary
         },
-        "faults": {name: int(counters[name]) for name in ("retries", "replays")},
+        "faults": {name: int(counters[name]) for name in ("actors_lost", "retries", "replays")},
         "seconds": {
             "total": total,
             "start": max(0.0, total - wall),

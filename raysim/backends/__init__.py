@@ -34,6 +34,9 @@ class Setup:
 
 
 class Backend(Protocol):
+    actors_lost: int
+    """Actors that died and were replaced."""
+
     @property
     def num_actors(self) -> int:
         """Jobs that can run at the same time."""

@@ -17,6 +17,7 @@ Ticket = list[tuple[Job, Packed, Packed | None]]
 
 class LocalBackend:
     num_actors = 1
+    actors_lost = 0
 
     def __init__(self, watch: Watch = lambda running, waiting: None) -> None:
         self._states: dict[int, Packed] = {}
