@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 import torch
@@ -33,14 +33,14 @@ from raysim.result import Result
 
 MIB = 2**20
 Kind = tuple[Literal["fp32", "bf16"], Literal["contiguous", "channels_last"]]
-Part = Literal["rounds", "evaluation", "precision", "memory", "start", "scale"]
+Part = Literal["rounds", "evaluation", "precision", "checkpoint", "memory", "start", "scale"]
 
 
 @dataclass(frozen=True)
 class Options:
     """How far this machine is from the bare loop."""
 
-    only: tuple[Part, ...] = ("rounds", "evaluation", "precision", "memory", "start", "scale")
+    only: tuple[Part, ...] = get_args(Part)
     """Which measurements to make."""
     rounds: int = 20
     """Rounds in a turn; the first two warm up and do not count."""
@@ -115,6 +115,21 @@ def bench_precision(config: Config, options: Options, folder: Path) -> Iterator[
             f"  {' '.join(kind):20} engine {ours:6.3f} s ({base / ours:4.2f}x)   "
             f"bare {theirs:6.3f} s ({bare_base / theirs:4.2f}x)   ratio {ours / theirs:5.3f}"
         )
+
+
+def bench_checkpoint(config: Config, options: Options, folder: Path) -> Iterator[str]:
+    """Three intervals, so that two checkpoints are written while the rounds go on."""
+    every = Config().checkpoint_every
+    rounds = 3 * every
+    yield f"\nwhat a checkpoint after every {every} rounds costs ({rounds} rounds)"
+    long = replace(config, rounds=rounds, eval=EvalConfig(every=rounds, clients="cohort"))
+    without, saved = [], []
+    for _ in range(options.turns):
+        without.append(engine(replace(long, checkpoint_every=0), folder).seconds)
+        saved.append(engine(replace(long, checkpoint_every=every), folder).seconds)
+    ratio = statistics.median(saved) / statistics.median(without)
+    yield f"  without {_list(without)}   with {_list(saved)}"
+    yield f"  with / without {ratio:5.3f}"
 
 
 def bench_memory(config: Config, options: Options, folder: Path) -> Iterator[str]:

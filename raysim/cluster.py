@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,8 +48,23 @@ def _start(dashboard: bool) -> "ray._private.worker.BaseContext":
     )
 
 
+def _require_answer(address: str) -> None:
+    """Ray itself would try for minutes before it gives up."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # such as `auto`, which Ray looks up on this machine
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        raise ClusterError(
+            f"cannot reach a Ray cluster at --address {address}: {error.strerror or error}. "
+            "Start one with 'ray start --head', or leave --address out to run on this machine alone"
+        ) from error
+
+
 def _attach(address: str) -> "ray._private.worker.BaseContext":
     """The other nodes get this code, whatever is installed there."""
+    _require_answer(address)
     root = Path(__file__).resolve().parent.parent
     packages = [str(root / name) for name in ("raysim", "methods", "zoo")]
     try:

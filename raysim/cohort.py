@@ -41,7 +41,7 @@ class Cohort:
     def call(self, step: Callable[..., Any], message: Any) -> list[Reply[Any]]:
         name = step.__name__
         present = [client for client in self.ids if not self.dropped(client)]
-        shared = share(self._backend, message, present)
+        shared = share(self._backend, message, present, self.ctx.round)
         self._enter_downloads(name, message, present)
         started = time.perf_counter()
         replies: dict[int, Reply[Any]] = {}
@@ -54,9 +54,9 @@ class Cohort:
                 break
             self.retries += len(left)
         self.waited += time.perf_counter() - started
-        for client in left:
-            if self._on_error != "drop":
-                raise client_error(name, client, self.ctx, self.outcomes[client][-1])
+        failed = [client for client in left if self.dropped(client)]
+        if failed and self._on_error != "drop":
+            raise client_error(name, failed[0], self.ctx, self.outcomes[failed[0]][-1])
         return [replies[client] for client in sorted(replies)]
 
     def dropped(self, client: int) -> bool:
@@ -111,16 +111,19 @@ class Cohort:
         self.ledger += [row | size._asdict() for size in sizes]
 
 
-def share(backend: Backend, message: Any, ids: Sequence[int]) -> dict[int, Any]:
+def share(backend: Backend, message: Any, ids: Sequence[int], round: int) -> dict[int, Any]:
     """Check a message, encode it once (a PerClient for each) and hand it to the backend."""
     if isinstance(message, PerClient):
-        return {client: _share(backend, message[client], f"message[{client}]") for client in ids}
-    return dict.fromkeys(ids, _share(backend, message, "message"))
+        return {c: _share(backend, message[c], f"message[{c}]", round) for c in ids}
+    return dict.fromkeys(ids, _share(backend, message, "message", round))
 
 
-def _share(backend: Backend, message: Any, name: str) -> Any:
-    wire.check_finite(message, name)
-    return backend.share(wire.pack(message, name))
+def _share(backend: Backend, message: Any, name: str, round: int) -> Any:
+    try:
+        wire.check_finite(message, name)
+        return backend.share(wire.pack(message, name))
+    except WireError as error:
+        raise WireError(f"broadcast in round {round}: {error}") from error
 
 
 def client_error(step: str, client: int, ctx: ServerContext, outcome: Outcome) -> ClientError:

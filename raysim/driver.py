@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ class DriverActor:
     again, it goes on from its last checkpoint."""
 
     def __init__(self, config: dict[str, Any], name: str, started: float, resume: bool) -> None:
-        again = ray.get_runtime_context().was_current_actor_reconstructed
+        with warnings.catch_warnings():  # Ray has no other way to ask, and warns about this one
+            warnings.simplefilter("ignore")
+            again = ray.get_runtime_context().was_current_actor_reconstructed
         self._config = Config.from_tree(config)
         self._name = name
         self._life = secrets.token_hex(2)
@@ -85,7 +88,8 @@ class DriverActor:
     def files(self) -> dict[str, bytes]:
         """What the run wrote, for a launcher that does not share this node's disk."""
         out = Path(self.out())
-        return {n: (out / n).read_bytes() for n in (*FILES, SUMMARY) if (out / n).exists()}
+        names = (*FILES, SUMMARY, "method.py")
+        return {name: (out / name).read_bytes() for name in names if (out / name).exists()}
 
     def _emit(self, event: Event) -> None:
         with self._news:
@@ -110,5 +114,6 @@ def failed(error: Exception) -> Failed:
     the stacks of what hangs, come first."""
     if isinstance(error, RaysimError):
         cause = getattr(error, "cause", "")
-        return Failed(str(error), "" if error.exit_code == 2 else cause, error.exit_code)
+        cause = "" if error.exit_code == 2 else cause
+        return Failed(str(error), cause, error.exit_code, type(error).__name__)
     return Failed(f"{type(error).__name__}: {error}", traceback.format_exc(), 1)

@@ -57,6 +57,8 @@ class Failed:
     message: str
     traceback: str
     exit_code: int
+    kind: str = "RaysimError"
+    """Which class of `raysim.errors` it was."""
 
 
 Event = Started | RoundFinished | Evaluated | Note | Finished | Failed

@@ -129,7 +129,7 @@ def _follow(driver: Any, name: str, console: Console, out: Path, leave: bool = F
             console.status(*load)
     if not left() and end is None:
         raise ClusterError("the driver ended without a result")
-    if not out.exists() and isinstance(end, Finished):
+    if not out.exists() and end is not None:
         _fetch(driver, out)
     return end
 
@@ -163,6 +163,8 @@ def _interrupts(driver: Any, console: Console, leave: bool) -> Iterator[Callable
 def _fetch(driver: Any, out: Path) -> None:
     """The driver ran on another machine: bring its files here."""
     files: dict[str, bytes] = ray.get(driver.files.remote())
+    if not files:
+        return
     out.mkdir(parents=True)
     for name, content in files.items():
         (out / name).write_bytes(content)

@@ -1,5 +1,6 @@
 """`python -m raysim.launch --clients 100`: argv -> Config -> run -> progress -> summary."""
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(cause.rstrip(), file=sys.stderr)
         print(f"error: {error}" if error.exit_code != 130 else str(error), file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # Whoever read our output has gone, as `head` does; what is left of it has no reader.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         print("\ninterrupted; go on from the last checkpoint with --resume OUT", file=sys.stderr)
         return 130

@@ -68,10 +68,10 @@ class Table:
         self._done = pa.concat_tables([self._done, fresh]).combine_chunks()
 
     def write(self, last: bool = False) -> None:
-        """Rewrite the file, unless that took more than 2 % of the time since it was last done: then
+        """Rewrite the file, unless that took more than 5 % of the time since it was last done: then
         at a later round, or at the end."""
         now = time.perf_counter()
-        if not last and self._cost > 0.02 * (now - self._written):
+        if not last and self._cost > 0.05 * (now - self._written):
             return
         write_parquet(self._done, self.path)
         self._written = time.perf_counter()
@@ -153,9 +153,12 @@ class Recorder:
 
 
 def refuse_used(out: Path) -> None:
-    """A run never writes over another."""
-    if out.exists() and not out.is_dir():
-        raise RunError(f"--out {out} is a file; name a folder")
+    """A run never writes over another, and has a folder to write to."""
+    parent = next(folder for folder in (out, *out.parents) if folder.exists())
+    if not parent.is_dir():
+        raise RunError(f"--out {out}: {parent} is a file, not a folder")
+    if not os.access(parent, os.W_OK):
+        raise RunError(f"--out {out}: {parent} cannot be written to")
     used = [name for name in (*FILES, SUMMARY) if (out / name).exists()]
     if used:
         raise RunError(

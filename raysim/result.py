@@ -1,6 +1,7 @@
 """What a run gives back, to a notebook or a script."""
 
 import json
+import math
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raysim import errors
 from raysim.config import Config
 from raysim.console import Console, make_console
-from raysim.errors import ClientError, RunError
+from raysim.errors import RunError
 from raysim.events import Failed, Finished
 from raysim.record import SUMMARY
 
@@ -70,8 +72,9 @@ class Result:
 
     @property
     def accuracy(self) -> float:
-        """Final accuracy, sample-weighted."""
-        return float(self.summary["final"]["accuracy"])
+        """Final accuracy, sample-weighted; NaN if no client had anything to be tested on."""
+        value = self.summary["final"]["accuracy"]
+        return math.nan if value is None else float(value)
 
 
 def run(
@@ -117,6 +120,8 @@ def _run_here(config: Config, console: Console, started: float, resume: bool) ->
 def report(end: Finished | Failed | None) -> None:
     """Raise what happened in the driver actor as an exception here."""
     if isinstance(end, Failed):
-        error = ClientError(end.message, end.traceback)
+        kind: Any = getattr(errors, end.kind, errors.RaysimError)
+        error = kind(end.message, end.traceback) if end.traceback else kind(end.message)
         error.exit_code = end.exit_code
+        error.cause = end.traceback
         raise error

@@ -1,5 +1,6 @@
 """The round loop, top to bottom."""
 
+import itertools
 import math
 import statistics
 import time
@@ -26,6 +27,10 @@ from raysim.summary import digest, summarize
 from raysim.worker import EVALUATE, Job, Outcome
 
 Emit = Callable[[Event], None]
+COUNTERS = (
+    "training", "evaluation", "server",  # seconds
+    "done", "dropped", "retries", "replays", "actors_lost",
+)  # fmt: skip
 
 
 def resolved(config: Config) -> Config:
@@ -38,8 +43,14 @@ def resolved(config: Config) -> Config:
         path = Path(settings.name.removeprefix("parquet:")).absolute()
         settings = replace(settings, name=f"parquet:{path}")
     stem = Path(config.method).stem if config.method.endswith(".py") else config.method
-    out = config.out or Path("runs", f"{stem}-{datetime.now():%Y%m%d-%H%M%S}")
+    out = config.out or _unused(Path("runs", f"{stem}-{datetime.now():%Y%m%d-%H%M%S}"))
     return replace(config, data=settings, out=out.absolute())
+
+
+def _unused(path: Path) -> Path:
+    """The path, or with a number behind it if another run of this second has it."""
+    numbered = (path.with_name(f"{path.name}-{i}") for i in itertools.count(2))
+    return path if not path.exists() else next(other for other in numbered if not other.exists())
 
 
 def preflight(config: Config, resume: bool = False) -> None:
@@ -109,7 +120,10 @@ class Simulation:
             self.recorder.write()
             if self.stop() and number < config.rounds:
                 self._save(wait=True)
-                raise Stopped(f"stopped after round {number} of {config.rounds}")
+                raise Stopped(
+                    f"stopped after round {number} of {config.rounds}; "
+                    f"go on with: python -m raysim.launch --resume {config.out}"
+                )
             if config.checkpoint_every and number % config.checkpoint_every == 0:
                 self._save()
         self._finish_evaluation()
@@ -176,19 +190,7 @@ class Simulation:
         self.round = 0
         self.changed: set[int] = set()
         self.pending: _Pending | None = None
-        self.counters: dict[str, float] = dict.fromkeys(
-            (
-                "training",
-                "evaluation",
-                "server",
-                "done",
-                "dropped",
-                "retries",
-                "replays",
-                "actors_lost",
-            ),
-            0.0,
-        )
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self.first_round = time.time()
 
     def _context(self, number: int) -> ServerContext:
@@ -251,7 +253,7 @@ class Simulation:
         if config.eval.fresh:
             with seeded(config.seed, "evaluation", number):
                 message = self.method.broadcast(self.server, ids, self._context(number))
-        shared = share(self.backend, message, ids)
+        shared = share(self.backend, message, ids, number)
         jobs = [(Job(EVALUATE, client, number, False), shared[client]) for client in ids]
         self.pending = _Pending(number, ids, self.backend.submit(jobs, urgent=False))
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -44,13 +42,6 @@ class Mine(Method[ClientState, None]):
         ctx.fit(lambda x, y: F.cross_entropy(client.model(x), y), client.model)
         return Upload({payload})
 """
-
-
-@pytest.fixture(autouse=True)
-def _own_handler() -> Iterator[None]:
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, handler)
 
 
 BACKENDS = ["local", pytest.param("ray", marks=pytest.mark.ray)]
@@ -263,17 +254,21 @@ def test_a_users_own_method_may_ask_for_equal_models(
 # Folders and files
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_folder_that_holds_a_run_is_left_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     assert main([*TINY, "--out", str(out)]) == 0
     capsys.readouterr()
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    before = contents(out)
     code, said = execute([*TINY, "--out", str(out), "--seed", "1"], capsys)
     assert code == 2
     assert said.startswith(f"error: --out {out} already holds a run")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert contents(out) == before
 
 
 @pytest.mark.parametrize("inside", ["", "deeper", "deeper/still"])

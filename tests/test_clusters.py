@@ -123,9 +123,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the same run in one process."""
     out = tmp_path_factory.mktemp("clusters") / "local"
-    handler = signal.getsignal(signal.SIGTERM)
     assert main([*TINY, "--backend", "local", "--out", str(out)]) == 0
-    signal.signal(signal.SIGTERM, handler)
     return digest(out)
 
 
@@ -179,7 +177,9 @@ def test_every_client_may_have_a_named_actor_of_its_own(
     assert digest(tmp_path / "run") == reference
     driver = min(names, key=len)
     assert driver.startswith("raysim-run-")
-    assert names == {driver, *(f"{driver}-client-{client:03d}" for client in range(4))}
+    actors = sorted(names - {driver})
+    assert all(name.startswith(f"{driver}-") for name in actors)
+    assert [name[-10:] for name in actors] == [f"client-{client:03d}" for client in range(4)]
 
 
 def test_our_code_travels_to_the_nodes(nodes: Nodes, tmp_path: Path) -> None:
@@ -277,7 +277,8 @@ def remote(tmp_path: Path) -> Iterator[str]:
     process = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", script, "sh", *ray],
         cwd=tmp_path,
-        env=environment(),
+        # Ray's proxy forks while gRPC works; with gRPC's own fork handlers the child dies at times.
+        env={**environment(), "GRPC_ENABLE_FORK_SUPPORT": "0"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
