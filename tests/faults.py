@@ -208,8 +208,12 @@ def client_actors(pid: int) -> list[psutil.Process]:
             or _title(each).startswith(("ray::pool-", "ray::client-"))]  # fmt: skip
 
 
+def is_driver(process: psutil.Process) -> bool:
+    return _title(process).startswith(("ray::driver", "ray::DriverActor"))
+
+
 def driver_actor(pid: int) -> psutil.Process:
-    drivers = [e for e in family(pid) if _title(e).startswith(("ray::driver", "ray::DriverActor"))]
+    drivers = [each for each in family(pid) if is_driver(each)]
     assert len(drivers) == 1, drivers
     return drivers[0]
 

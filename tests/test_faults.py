@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -480,3 +481,119 @@ def test_a_node_that_joins_is_used(nodes: Nodes, tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
         assert process.returncode == 130
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 24 MB: room for some checkpoints, not for many."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount a small disk")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_a_full_disk_ends_the_run_and_after_making_room_it_can_be_resumed(
+    backend: str, long_run: Result, small_disk: Path, tmp_path: Path
+) -> None:
+    """Four states of 4 MB fit once, so the second checkpoint does not."""
+    where = PRIVATE[len(COMMAND) :] if backend == "ray" else ["--backend", "local"]
+    words = [*COMMAND, *LONG, *where, "--out", str(small_disk / "run")]
+    code, _, said = faults.launch(*words, cwd=tmp_path)
+    assert code == 1
+    assert "error: " in said
+    assert "No space left on device" in said
+    assert not (small_disk / "run" / "summary.json").exists()
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    words = ["--resume", str(small_disk / "run"), "--backend", "local"]
+    code, printed, said = faults.launch(*words, cwd=tmp_path)
+    assert code == 0, said
+    assert "round   5/40" not in printed
+    faults.assert_same_run(Result.load(small_disk / "run"), long_run)
+
+
+# Runs that are left alone
+
+
+@pytest.fixture
+def standing(tmp_path: Path) -> Iterator[str]:
+    """A cluster of `ray start`, which outlives the launcher."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+            *(f"--port={port}", "--num-cpus=2", "--include-dashboard=false"),
+            *("--object-store-memory=200000000", "--ray-client-server-port=0"),
+        ],
+        cwd=tmp_path,
+        env=faults.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+    def listens() -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    try:
+        assert faults.eventually(listens, 60)
+        yield f"127.0.0.1:{port}"
+    finally:
+        faults.end_all(process.pid)
+        process.wait()
+
+
+@pytest.mark.slow
+def test_a_run_left_on_a_cluster_is_followed_stopped_and_resumed(
+    standing: str, long_run: Result, tmp_path: Path
+) -> None:
+    there = ["--address", standing]
+    words = [*COMMAND, *LONG, *there, "--actors", "2"]
+    code, printed, said = faults.launch(*words, "--detach", cwd=tmp_path)
+    assert code == 0, said
+    name = printed.rpartition("--attach ")[2].split()[0]
+    with faults.launched("--attach", name, *there, cwd=tmp_path) as process:
+        faults.wait_for_round(process, 3)
+        process.send_signal(signal.SIGINT)  # stops following, not the run
+        process.communicate(timeout=40)
+    code, printed, said = faults.launch("--stop", name, *there, cwd=tmp_path)
+    assert code in (0, 130), said
+    assert "stopped after round" in said
+    assert not (tmp_path / "run" / "summary.json").exists()
+    code, _, said = faults.launch("--attach", name, *there, cwd=tmp_path)
+    assert code == 2
+    assert f"no run {name!r}" in said
+    code, _, said = faults.launch("--resume", "run", "--backend", "local", cwd=tmp_path)
+    assert code == 0, said
+    faults.assert_same_run(Result.load(tmp_path / "run"), long_run)
+
+
+@pytest.mark.slow
+def test_a_run_left_on_a_cluster_survives_the_death_of_its_driver(
+    standing: str, long_run: Result, tmp_path: Path
+) -> None:
+    there = ["--address", standing]
+    words = [*COMMAND, *LONG, *there, "--actors", "2", "--detach"]
+    code, printed, said = faults.launch(*words, cwd=tmp_path)
+    assert code == 0, said
+    name = printed.rpartition("--attach ")[2].split()[0]
+    faults.eventually(lambda: any((tmp_path / "run").glob("checkpoints/*.json")), 60)
+    drivers = [p for p in psutil.process_iter() if faults.is_driver(p) and _below(p, standing)]
+    assert len(drivers) == 1
+    faults.kill(drivers[0])
+    code, _, said = faults.launch("--attach", name, *there, cwd=tmp_path)
+    assert code == 0, said
+    faults.assert_same_run(Result.load(tmp_path / "run"), long_run)
+
+
+def _below(process: psutil.Process, address: str) -> bool:
+    """Whether a process belongs to the cluster at an address: its raylet was told the address."""
+    return any(address in " ".join(parent.cmdline()) for parent in process.parents())

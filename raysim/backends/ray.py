@@ -14,7 +14,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -34,14 +34,13 @@ import zoo
 from raysim.backends import NEWBORN_BYTES, Setup, Watch
 from raysim.backends.actor import ClientActor, stack_of
 from raysim.backends.plan import GIB, Pool, make_plan
+from raysim.backends.tasks import Item, Queue, Ref, Slot, Task, Ticket
 from raysim.config import Config
 from raysim.device import assigned_device
 from raysim.errors import ClusterError, Stalled, StatesLost
 from raysim.fleet import gpu_shares
 from raysim.wire import Packed
 from raysim.worker import EVALUATE, Failure, Job, Outcome
-
-Ref = ray.ObjectRef[Any]
 
 QUEUE = 2
 """Tasks an actor has at a time: one running, one waiting for it."""
@@ -60,85 +59,19 @@ DEATHS = (
 )
 
 
-@dataclass(eq=False)
-class _Slot:
-    """An actor and what it has to do."""
-
-    queue: "_Queue"
-    label: str
-    actor: Any
-    ready: bool = False
-    tasks: list["_Task"] = field(default_factory=list)
-    """In the order they were given; the first is the one that runs."""
-    place: tuple[str, str, int] = ("", "", 0)
-    """Device, node and process id."""
-
-    @property
-    def busy(self) -> float:
-        """Expected seconds of work it has."""
-        return sum(task.cost for task in self.tasks)
-
-
-@dataclass(eq=False)
-class _Queue:
-    """A pool's actors and the tasks that wait for them, as a heap: urgent before not, then the
-    longest first."""
-
-    pool: Pool
-    slots: list[_Slot] = field(default_factory=list)
-    heap: list[tuple[bool, float, int, "_Task"]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class _Item:
-    """A job with its inputs, and later its results."""
-
-    job: Job
-    message: Ref
-    state: Ref | None
-    cost: float
-    new_state: Ref | None = None
-    outcome: Outcome | None = None
-
-
-@dataclass(eq=False)
-class _Task:
-    """Items that go to an actor in one call."""
-
-    items: list[_Item]
-    queue: _Queue
-    urgent: bool
-    ticket: "Ticket"
-    cost: float
-    tries: int = 0
-    slot: _Slot | None = None
-    since: float = 0.0
-    states: list[Ref] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Ticket:
-    items: list[_Item]
-    left: int = 0
-    """Tasks not done yet."""
-    failed: bool = False
-    void: bool = False
-    """Nobody waits for it any more."""
-
-
 class RayBackend:
     """Runs inside the driver actor (or any process attached to a cluster)."""
 
     def __init__(self, run: str, watch: Watch = lambda running, waiting: None) -> None:
         self._run = run
         self._watch = watch
-        self._queues: list[_Queue] = []
-        self._by_client: dict[int, _Queue] = {}
-        self._by_model: dict[str, _Queue] = {}
+        self._queues: list[Queue] = []
+        self._by_client: dict[int, Queue] = {}
+        self._by_model: dict[str, Queue] = {}
         self._states: dict[int, Ref] = {}
         self._newborn: dict[int, tuple[Ref, int]] = {}
         self._newborn_bytes = 0
-        self._flying: dict[Ref, _Task | _Slot] = {}
+        self._flying: dict[Ref, Task | Slot] = {}
         self._waiting = 0
         self._order = itertools.count()
         self._labels = itertools.count()
@@ -156,7 +89,7 @@ class RayBackend:
     def reserve(self, config: Config) -> None:
         self._config = config
         for pool in self._plan():
-            queue = _Queue(pool)
+            queue = Queue(pool)
             self._queues.append(queue)
             if pool.client is not None:
                 self._by_client[pool.client] = queue
@@ -170,7 +103,7 @@ class RayBackend:
         shares = dict(gpu_shares(self._config.fleet.gpus, models))
         return make_plan(self._config, models, shares, node_resources())
 
-    def _add(self, queue: _Queue) -> None:
+    def _add(self, queue: Queue) -> None:
         request = queue.pool.request
         number = next(self._labels)
         pinned = queue.pool.client is not None and not queue.slots and self._setup is None
@@ -186,12 +119,12 @@ class RayBackend:
             enable_task_events=False,
             **options,
         )
-        slot = _Slot(queue, label, actor.remote(label, request.cpus, request.gpus))
+        slot = Slot(queue, label, actor.remote(label, request.cpus, request.gpus))
         queue.slots.append(slot)
         if self._setup is not None:
             self._set_up(slot)
 
-    def _set_up(self, slot: _Slot) -> None:
+    def _set_up(self, slot: Slot) -> None:
         self._flying[slot.actor.set_up.remote(*self._setup or ())] = slot
 
     def start(self, setup: Setup) -> torch.device:
@@ -225,7 +158,7 @@ class RayBackend:
             lines = [("actors", each)]
         return [("backend", f"ray: {self.num_actors} client actors on {where}"), *lines]
 
-    def _bury(self, slot: _Slot, error: Exception) -> None:
+    def _bury(self, slot: Slot, error: Exception) -> None:
         """An actor is dead: do its tasks elsewhere and replace it. Only the task that ran can be to
         blame."""
         if slot not in slot.queue.slots:
@@ -254,7 +187,7 @@ class RayBackend:
         self._grow(slot.queue)
         self._feed(slot.queue)
 
-    def _grow(self, needy: _Queue | None = None) -> None:
+    def _grow(self, needy: Queue | None = None) -> None:
         """As many actors as the plan has on the nodes that are there now."""
         try:
             wanted = {pool.name: pool.count for pool in self._plan()}
@@ -289,27 +222,27 @@ class RayBackend:
     def submit(self, jobs: Sequence[tuple[Job, Ref]], *, urgent: bool) -> Ticket:
         self._look_for_nodes()
         ticket = Ticket([self._item(job, message) for job, message in jobs])
-        by_queue: dict[_Queue, list[_Item]] = {}
+        by_queue: dict[Queue, list[Item]] = {}
         for item in ticket.items:
             by_queue.setdefault(self._queue_of(item.job.client_id), []).append(item)
         for queue, items in by_queue.items():
             for group in self._group(items, len(queue.slots)):
                 cost = sum(item.cost for item in group)
-                self._push(_Task(group, queue, urgent, ticket, cost))
+                self._push(Task(group, queue, urgent, ticket, cost))
                 ticket.left += 1
             self._feed(queue)
         return ticket
 
-    def _item(self, job: Job, message: Ref) -> _Item:
+    def _item(self, job: Job, message: Ref) -> Item:
         state = self._states.get(job.client_id) or self._newborn.get(job.client_id, (None,))[0]
         if job.step == EVALUATE and state is None and self._newborn_bytes < NEWBORN_BYTES:
             job = replace(job, keep=True)
-        return _Item(job, message, state, self._expected(job))
+        return Item(job, message, state, self._expected(job))
 
-    def _group(self, items: list[_Item], actors: int) -> Iterator[list[_Item]]:
+    def _group(self, items: list[Item], actors: int) -> Iterator[list[Item]]:
         """Training steps stay alone; evaluations are short and share a call, so that calls do not
         outweigh them."""
-        group: list[_Item] = []
+        group: list[Item] = []
         most = max(1, len(items) // (2 * max(1, actors)))
         for item in items:
             group.append(item)
@@ -322,7 +255,7 @@ class RayBackend:
 
     def wait(self, ticket: Ticket, *, stop_early: bool) -> list[Outcome | None]:
         while ticket.left and not (stop_early and ticket.failed):
-            self._watch(sum(isinstance(f, _Task) for f in self._flying.values()), self._waiting)
+            self._watch(sum(isinstance(f, Task) for f in self._flying.values()), self._waiting)
             self._step()
         if ticket.left:
             ticket.void = True
@@ -342,12 +275,12 @@ class RayBackend:
             flying = self._flying.pop(
                 ref, None
             )  # an actor's death takes all its references at once
-            if isinstance(flying, _Slot):
+            if isinstance(flying, Slot):
                 self._set_up_done(ref, flying)
             elif flying is not None:
                 self._land(ref, flying)
 
-    def _set_up_done(self, ref: Ref, slot: _Slot) -> None:
+    def _set_up_done(self, ref: Ref, slot: Slot) -> None:
         try:
             slot.place = ray.get(ref)
         except DEATHS as error:
@@ -358,14 +291,14 @@ class RayBackend:
         slot.ready = True
         self._feed(slot.queue)
 
-    def _queue_of(self, client: int) -> _Queue:
+    def _queue_of(self, client: int) -> Queue:
         return self._by_client.get(client) or self._by_model[self._fleet.model_of(client)]
 
-    def _push(self, task: _Task) -> None:
+    def _push(self, task: Task) -> None:
         heapq.heappush(task.queue.heap, (not task.urgent, -task.cost, next(self._order), task))
         self._waiting += len(task.items)
 
-    def _feed(self, queue: _Queue) -> None:
+    def _feed(self, queue: Queue) -> None:
         """Give waiting tasks to actors that have room."""
         while queue.heap:
             room = [slot for slot in queue.slots if slot.ready and len(slot.tasks) < QUEUE]
@@ -381,7 +314,7 @@ class RayBackend:
             task.since = time.monotonic()
             slot.tasks.append(task)
 
-    def _call(self, slot: _Slot, task: _Task) -> Ref:
+    def _call(self, slot: Slot, task: Task) -> Ref:
         """Start a task on an actor; returns the reference of its outcomes."""
         inputs: list[Ref | None] = [None]
         where: dict[Ref | None, int] = {None: 0}
@@ -397,7 +330,7 @@ class RayBackend:
         *task.states, outcomes = refs if kept else [refs]
         return cast(Ref, outcomes)
 
-    def _land(self, ref: Ref, task: _Task) -> None:
+    def _land(self, ref: Ref, task: Task) -> None:
         """A task is done, or its actor died, or what it needed is gone."""
         slot = task.slot
         assert slot is not None
@@ -438,7 +371,7 @@ class RayBackend:
         lines = [f"no progress for {self._config.watchdog:g} s (--watchdog); pending:"]
         stacks = []
         for flying in self._flying.values():
-            if isinstance(flying, _Slot):
+            if isinstance(flying, Slot):
                 lines.append(f"  actor {flying.label} has not started")
             elif flying.slot is not None and flying is flying.slot.tasks[0]:
                 slot, job = flying.slot, flying.items[0].job
@@ -466,7 +399,7 @@ class RayBackend:
 
     def restore(self, states: Iterator[tuple[int, Packed]]) -> None:
         for flying in self._flying.values():
-            if isinstance(flying, _Task):
+            if isinstance(flying, Task):
                 flying.ticket.void = True
         for queue in self._queues:
             queue.heap.clear()

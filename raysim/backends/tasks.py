@@ -1,0 +1,77 @@
+"""What the Ray backend keeps of its actors and of the work under way."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from raysim.backends.plan import Pool
+from raysim.worker import Job, Outcome
+
+Ref = ray.ObjectRef[Any]
+
+
+@dataclass(eq=False)
+class Slot:
+    """An actor and what it has to do."""
+
+    queue: "Queue"
+    label: str
+    actor: Any
+    ready: bool = False
+    tasks: list["Task"] = field(default_factory=list)
+    """In the order they were given; the first is the one that runs."""
+    place: tuple[str, str, int] = ("", "", 0)
+    """Device, node and process id."""
+
+    @property
+    def busy(self) -> float:
+        """Expected seconds of work it has."""
+        return sum(task.cost for task in self.tasks)
+
+
+@dataclass(eq=False)
+class Queue:
+    """A pool's actors and the tasks that wait for them, as a heap: urgent before not, then the
+    longest first."""
+
+    pool: Pool
+    slots: list[Slot] = field(default_factory=list)
+    heap: list[tuple[bool, float, int, "Task"]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Item:
+    """A job with its inputs, and later its results."""
+
+    job: Job
+    message: Ref
+    state: Ref | None
+    cost: float
+    new_state: Ref | None = None
+    outcome: Outcome | None = None
+
+
+@dataclass(eq=False)
+class Task:
+    """Items that go to an actor in one call."""
+
+    items: list[Item]
+    queue: Queue
+    urgent: bool
+    ticket: "Ticket"
+    cost: float
+    tries: int = 0
+    slot: Slot | None = None
+    since: float = 0.0
+    states: list[Ref] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Ticket:
+    items: list[Item]
+    left: int = 0
+    """Tasks not done yet."""
+    failed: bool = False
+    void: bool = False
+    """Nobody waits for it any more."""
