@@ -112,11 +112,13 @@ class Store:
             self._error = error
 
     def _write(self, file: str, packed: Packed) -> list[str]:
-        digest = packed.digest()
-        with open(self.folder / file, "wb") as stream:
-            stream.write(_MAGIC + len(packed.header).to_bytes(8, "big") + packed.header)
+        head = _MAGIC + len(packed.header).to_bytes(8, "big") + packed.header
+        aside = self.folder / f"{file}.aside"  # a checkpoint of this round may be there already
+        with open(aside, "wb") as stream:
+            stream.write(head)
             stream.write(packed.buffer.data)
-        return [file, digest]
+        os.replace(aside, self.folder / file)
+        return [file, _digest(head, packed.buffer)]
 
     def _write_manifest(self, round: int, content: dict[str, Any]) -> None:
         text = json.dumps(content)
@@ -131,7 +133,7 @@ class Store:
 
     def _prune(self) -> None:
         """Keep the newest checkpoints and the files they refer to."""
-        manifests = sorted(self.folder.glob("[0-9]*.json"))
+        manifests = self._manifests()
         for old in manifests[: -self.keep]:
             old.unlink()
         needed = set()
@@ -139,20 +141,23 @@ class Store:
             checkpoint = _open(manifest)
             if isinstance(checkpoint, Checkpoint):
                 needed |= {file for file, _ in checkpoint.parts.values()}
-        for path in [*self.folder.glob("*.server"), *(self.folder / "clients").glob("*.state")]:
+        for path in [*self.folder.glob("*.server*"), *(self.folder / "clients").glob("*.state*")]:
             if str(path.relative_to(self.folder)) not in needed:
                 path.unlink()
 
     def newest_first(self) -> Iterator[Checkpoint | CheckpointError]:
         """Every checkpoint from the newest on; one whose manifest is broken comes as the error."""
-        for manifest in sorted(self.folder.glob("[0-9]*.json"), reverse=True):
+        for manifest in reversed(self._manifests()):
             yield _open(manifest)
+
+    def _manifests(self) -> list[Path]:
+        return sorted(self.folder.glob("[0-9]*.json"), key=lambda path: int(path.stem))
 
     def continue_from(self, checkpoint: Checkpoint | None) -> None:
         """What this run restored is what its next checkpoint adds to. Later ones are void."""
         self.parts = dict(checkpoint.parts) if checkpoint else {}
         last = checkpoint.round if checkpoint else 0
-        for manifest in self.folder.glob("[0-9]*.json"):
+        for manifest in self._manifests():
             if int(manifest.stem) > last:
                 manifest.unlink()
 
@@ -165,7 +170,7 @@ def _open(manifest: Path) -> Checkpoint | CheckpointError:
             return CheckpointError(f"{manifest} is corrupt: its checksum does not match")
         content = json.loads(text)
         return Checkpoint(manifest.parent, content["round"], content["extra"], content["parts"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return CheckpointError(f"{manifest} is torn or unreadable ({type(error).__name__})")
 
 
@@ -180,10 +185,16 @@ def read_part(path: Path, digest: str) -> Packed:
     size = int.from_bytes(head[len(_MAGIC) :], "big")
     if not head.startswith(_MAGIC) or len(head) < start or start + size > len(content):
         raise CheckpointError(f"{path} is torn: it is not a whole checkpoint file")
-    packed = Packed(content[start : start + size].tobytes(), content[start + size :])
-    if packed.digest() != digest:
+    if _digest(content[: start + size].tobytes(), content[start + size :]) != digest:
         raise CheckpointError(f"{path} is corrupt: its checksum does not match")
-    return packed
+    return Packed(content[start : start + size].tobytes(), content[start + size :])
+
+
+def _digest(head: bytes, buffer: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+    """SHA-256 over the whole file: where the header ends is part of it."""
+    sha = hashlib.sha256(head)
+    sha.update(buffer.data)
+    return sha.hexdigest()
 
 
 def _flush(folder: Path) -> None:

@@ -47,8 +47,7 @@ class Cohort:
         replies: dict[int, Reply[Any]] = {}
         left = present
         for attempt in range(TRIES):
-            outcomes = self._run(name, left, shared)
-            replies |= self._accept(name, outcomes)
+            replies |= self._run(name, left, shared)
             left = [client for client in left if client not in replies]
             if not left or self._on_error != "retry" or attempt == TRIES - 1:
                 break
@@ -63,24 +62,33 @@ class Cohort:
         given = self.outcomes.get(client, [])
         return bool(given) and given[-1].failure is not None
 
-    def _run(self, step: str, ids: list[int], shared: dict[int, Any]) -> dict[int, Outcome]:
+    def _run(self, step: str, ids: list[int], shared: dict[int, Any]) -> dict[int, Reply[Any]]:
         jobs = [(Job(step, client, self.ctx.round, True), shared[client]) for client in ids]
         ticket = self._backend.submit(jobs, urgent=True)
-        outcomes = self._backend.wait(ticket, stop_early=self._on_error == "fail")
-        return {c: o for c, o in zip(ids, outcomes, strict=True) if o is not None}
+        payloads = {}
 
-    def _accept(self, step: str, outcomes: dict[int, Outcome]) -> dict[int, Reply[Any]]:
-        """Decode the payloads. One that is not what the method declares never reaches it."""
+        def judge(client: int, outcome: Outcome) -> Outcome:
+            payloads[client], outcome = self._open(step, client, outcome)
+            return outcome
+
+        stop_early = self._on_error == "fail"
+        outcomes = self._backend.wait(ticket, stop_early=stop_early, judge=judge)
+        given = {c: o for c, o in zip(ids, outcomes, strict=True) if o is not None}
+        return self._accept(step, given, payloads)
+
+    def _accept(
+        self, step: str, outcomes: dict[int, Outcome], payloads: dict[int, Any]
+    ) -> dict[int, Reply[Any]]:
         replies = {}
         for client, outcome in outcomes.items():
-            payload, outcome = self._open(step, client, outcome)
             self.outcomes.setdefault(client, []).append(outcome._replace(payload=None))
             if outcome.failure is None:
                 self._enter(step, client, "up", outcome.sizes)
-                replies[client] = Reply(client, outcome.samples, payload)
+                replies[client] = Reply(client, outcome.samples, payloads[client])
         return replies
 
     def _open(self, step: str, client: int, outcome: Outcome) -> tuple[Any, Outcome]:
+        """Decode a payload. One that is not what the method declares never reaches it."""
         if outcome.failure is not None or outcome.payload is None:
             return None, outcome
         try:

@@ -7,6 +7,7 @@
     ├── WireError        a message holds what may not cross the network
     ├── ClientError      a client's step failed; carries the original traceback
     ├── CheckpointError  a checkpoint is torn, corrupt or cannot be written
+    ├── WriteError       a table of the run cannot be written: the disk is full, say
     ├── StatesLost       a node took client states with it; the run goes back to a checkpoint
     ├── Stalled          nothing happened for longer than --watchdog; says what is pending
     ├── Stopped          the run was asked to stop, and saved a checkpoint
@@ -48,6 +49,10 @@ class WireError(RaysimError):
 
 
 class CheckpointError(RaysimError):
+    pass
+
+
+class WriteError(RaysimError):
     pass
 
 

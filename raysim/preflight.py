@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import AuthenticationError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysim.config import Config, DataConfig
@@ -52,19 +52,19 @@ def knock(address: str) -> None:
 def explain(error: BaseException, address: str) -> str:
     """Why `ray.init(address)` failed, in a sentence with what to type."""
     chain = list(_chain(error))
-    text = "\n".join(str(each) for each in chain)
+    for each in chain:
+        _, mismatch, versions = str(each).partition("Version mismatch: ")
+        if mismatch:
+            return (
+                f"cannot attach to the Ray cluster at --address {address}. "
+                f"{' '.join(versions.split())}. Install the same on both sides"
+            )
     asks = _asks_for_token(address)
-    refused = any(isinstance(each, AuthenticationError) for each in chain)
-    if refused or "AuthenticationError" in text or asks:
+    text = "\n".join(f"{type(each).__name__}: {each}" for each in chain)
+    # Ray Client only says that it waited in vain.
+    if "AuthenticationError" in text or (asks and "timeout" in text):
         return _token_advice(address, asks)
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-    if "Version mismatch" in text:
-        found = text[text.index("Version mismatch") :].partition("\n\n")[0]
-        reason = " ".join(found.split())
-        return (
-            f"cannot attach to the Ray cluster at --address {address}: {reason}. "
-            "Install the same Python and Ray here and on every node"
-        )
     return (
         f"cannot reach a Ray cluster at --address {address}: {reason}. "
         "Start one with 'ray start --head', or leave --address out to run on this machine alone"

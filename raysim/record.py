@@ -9,7 +9,8 @@ import math
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import yaml
 
 from raysim.config import Config
 from raysim.data.partition import Split
-from raysim.errors import RunError
+from raysim.errors import RunError, WriteError
 from raysim.fleet import Fleet
 
 Row = dict[str, Any]
@@ -159,7 +160,7 @@ def refuse_used(out: Path) -> None:
         raise RunError(f"--out {out}: {parent} is a file, not a folder")
     if not os.access(parent, os.W_OK):
         raise RunError(f"--out {out}: {parent} cannot be written to")
-    used = [name for name in (*FILES, SUMMARY) if (out / name).exists()]
+    used = [name for name in (*FILES, SUMMARY, "checkpoints") if (out / name).exists()]
     if used:
         raise RunError(
             f"--out {out} already holds a run ({used[0]}); name another folder or remove it"
@@ -206,15 +207,26 @@ def _version(package: str) -> str:
 
 
 def write_parquet(table: pa.Table, path: Path) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    pq.write_table(table, aside)
-    os.replace(aside, path)
+    with _aside(path) as aside:
+        pq.write_table(table, aside)
 
 
 def write_text(path: Path, text: str) -> None:
+    with _aside(path) as aside:
+        aside.write_text(text)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """A place to write to that then takes the name of `path`; gone if that fails."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    os.replace(aside, path)
+    try:
+        yield aside
+        os.replace(aside, path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise WriteError(f"cannot write {path}: {reason}") from error
 
 
 def _finite(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from raysim.config import Config
 from raysim.errors import ConfigError, RunError
 from raysim.record import SUMMARY
+from raysim.settings import last_value
 
 FREE = (
     "rounds", "out", "backend", "address", "actors", "gpus", "memory", "dashboard", "detach",
@@ -23,22 +24,30 @@ def resumed(folder: Path, words: Sequence[str]) -> Config:
     if not path.exists():
         raise RunError(f"--resume {folder}: there is no run (no config.yaml)")
     saved = Config.parse(["--config", str(path)])
+    method = last_value(words, "--method")
+    if method is not None and method.endswith(".py"):
+        method = str(Path(method).resolve())  # as the run wrote it down
+    if method not in (None, saved.method):
+        raise _changed(folder, "method", saved.method, method)
     asked = Config.parse(["--config", str(path), *_without_resume(words)])
     if asked.out is not None:
         raise ConfigError("--resume goes on in its own folder; leave --out out")
     for key, (old, new) in _differences(saved.to_tree(), asked.to_tree()):
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):
-            flag = key.replace("_", "-")
-            raise ConfigError(
-                f"--resume {folder} was started with --{flag} {old}, got {new}. Leave it out, or "
-                f"start a new run: --config {path} --{flag} {new} --out ANOTHER"
-            )
+            raise _changed(folder, key.replace("_", "-"), old, new)
     if (folder / SUMMARY).exists() and asked.rounds <= saved.rounds:
         raise RunError(
             f"--resume {folder}: the run has finished its {saved.rounds} rounds; "
             f"extend it with --rounds {2 * saved.rounds}"
         )
     return replace(asked, out=folder)
+
+
+def _changed(folder: Path, flag: str, old: Any, new: Any) -> ConfigError:
+    return ConfigError(
+        f"--resume {folder} was started with --{flag} {old}, got {new}. Leave it out, or start a "
+        f"new run: --config {folder / 'config.yaml'} --{flag} {new} --out ANOTHER"
+    )
 
 
 def _without_resume(words: Sequence[str]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The round loop, top to bottom."""
 
+import contextlib
 import itertools
 import math
 import statistics
@@ -302,7 +303,7 @@ class Simulation:
         self._finish_evaluation()
         self.recorder.write(last=True)
         server = wire.pack(self._server_tree(), "server")
-        extra = {"counters": self.counters, "elapsed": time.time() - self.first_round}
+        extra = {"counters": dict(self.counters), "elapsed": time.time() - self.first_round}
         self.store.save(self.round, server, self.backend.snapshot(self.changed), extra, wait)
         self.changed = set()
 
@@ -317,7 +318,8 @@ class Simulation:
 
     def _restore(self) -> None:
         """Continue from the newest checkpoint that is whole, or from the start if there is none."""
-        self.store.finish()
+        with contextlib.suppress(StatesLost):  # they are on their way back
+            self.store.finish()
         for found in self.store.newest_first():
             try:
                 if isinstance(found, CheckpointError):

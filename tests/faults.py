@@ -221,8 +221,13 @@ def driver_actor(pid: int) -> psutil.Process:
 class Killer:
     """A thread that kills a random client actor below a process, again and again."""
 
-    def __init__(self, pid: int, pause: Callable[[random.Random], float], seed: int = 0) -> None:
+    def __init__(
+        self, pid: int, pause: Callable[[random.Random], float], seed: int = 0, spare: int = 0
+    ) -> None:
+        """`spare` actors that are up are left alone: if actors die faster than new ones start, a
+        run gets nowhere."""
         self.kills = 0
+        self._spare = spare
         self._pid = pid
         self._pause = pause
         self._rng = random.Random(seed)
@@ -235,7 +240,7 @@ class Killer:
 
     def kill_one(self) -> None:
         actors = client_actors(self._pid)
-        if actors:
+        if len(actors) > self._spare:
             self.kills += kill(self._rng.choice(actors))
 
     def __enter__(self) -> "Killer":

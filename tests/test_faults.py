@@ -522,15 +522,17 @@ def test_a_full_disk_ends_the_run_and_after_making_room_it_can_be_resumed(
 
 
 @pytest.fixture
-def standing(tmp_path: Path) -> Iterator[str]:
-    """A cluster of `ray start`, which outlives the launcher."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+def standing(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """A cluster of `ray start`, which outlives the launcher: its address and its process."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    port, client = (probe.getsockname()[1] for probe in probes)
+    for probe in probes:
+        probe.close()
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             *(f"--port={port}", "--num-cpus=2", "--include-dashboard=false"),
-            *("--object-store-memory=200000000", "--ray-client-server-port=0"),
+            *("--object-store-memory=200000000", f"--ray-client-server-port={client}"),
         ],
         cwd=tmp_path,
         env=faults.environment(),
@@ -545,55 +547,64 @@ def standing(tmp_path: Path) -> Iterator[str]:
 
     try:
         assert faults.eventually(listens, 60)
-        yield f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}", process.pid
     finally:
         faults.end_all(process.pid)
         process.wait()
 
 
+@pytest.fixture
+def unhurried(tmp_path: Path) -> tuple[list[str], Result]:
+    """The command of a run that takes its time, and the same run without it."""
+    slow = faulty(tmp_path, "time.sleep(0.4)")
+    quick = tmp_path / "quick"
+    quick.mkdir()
+    words = [*COMMAND, *LONG, "--backend", "local", "--method", faulty(quick)]
+    code, _, said = faults.launch(*words, cwd=quick)
+    assert code == 0, said
+    return [*COMMAND, *LONG, "--method", slow, "--actors", "2"], Result.load(quick / "run")
+
+
+def detached(words: list[str], cwd: Path) -> str:
+    """Start a run, leave it alone; returns its name."""
+    code, printed, said = faults.launch(*words, "--detach", cwd=cwd)
+    assert code == 0, said
+    return printed.rpartition("--attach ")[2].split()[0]
+
+
 @pytest.mark.slow
 def test_a_run_left_on_a_cluster_is_followed_stopped_and_resumed(
-    standing: str, long_run: Result, tmp_path: Path
+    standing: tuple[str, int], unhurried: tuple[list[str], Result], tmp_path: Path
 ) -> None:
-    there = ["--address", standing]
-    words = [*COMMAND, *LONG, *there, "--actors", "2"]
-    code, printed, said = faults.launch(*words, "--detach", cwd=tmp_path)
-    assert code == 0, said
-    name = printed.rpartition("--attach ")[2].split()[0]
+    words, expected = unhurried
+    there = ["--address", standing[0]]
+    name = detached([*words, *there], tmp_path)
     with faults.launched("--attach", name, *there, cwd=tmp_path) as process:
         faults.wait_for_round(process, 3)
         process.send_signal(signal.SIGINT)  # stops following, not the run
-        process.communicate(timeout=40)
-    code, printed, said = faults.launch("--stop", name, *there, cwd=tmp_path)
+        process.communicate(timeout=10)
+    code, _, said = faults.launch("--stop", name, *there, cwd=tmp_path)
     assert code in (0, 130), said
     assert "stopped after round" in said
     assert not (tmp_path / "run" / "summary.json").exists()
     code, _, said = faults.launch("--attach", name, *there, cwd=tmp_path)
     assert code == 2
     assert f"no run {name!r}" in said
-    code, _, said = faults.launch("--resume", "run", "--backend", "local", cwd=tmp_path)
+    code, printed, said = faults.launch("--resume", "run", "--backend", "local", cwd=tmp_path)
     assert code == 0, said
-    faults.assert_same_run(Result.load(tmp_path / "run"), long_run)
+    assert "round   1/40" not in printed
+    faults.assert_same_run(Result.load(tmp_path / "run"), expected)
 
 
 @pytest.mark.slow
 def test_a_run_left_on_a_cluster_survives_the_death_of_its_driver(
-    standing: str, long_run: Result, tmp_path: Path
+    standing: tuple[str, int], unhurried: tuple[list[str], Result], tmp_path: Path
 ) -> None:
-    there = ["--address", standing]
-    words = [*COMMAND, *LONG, *there, "--actors", "2", "--detach"]
-    code, printed, said = faults.launch(*words, cwd=tmp_path)
-    assert code == 0, said
-    name = printed.rpartition("--attach ")[2].split()[0]
+    words, expected = unhurried
+    there = ["--address", standing[0]]
+    name = detached([*words, *there], tmp_path)
     faults.eventually(lambda: any((tmp_path / "run").glob("checkpoints/*.json")), 60)
-    drivers = [p for p in psutil.process_iter() if faults.is_driver(p) and _below(p, standing)]
-    assert len(drivers) == 1
-    faults.kill(drivers[0])
+    faults.kill(faults.driver_actor(standing[1]))
     code, _, said = faults.launch("--attach", name, *there, cwd=tmp_path)
     assert code == 0, said
-    faults.assert_same_run(Result.load(tmp_path / "run"), long_run)
-
-
-def _below(process: psutil.Process, address: str) -> bool:
-    """Whether a process belongs to the cluster at an address: its raylet was told the address."""
-    return any(address in " ".join(parent.cmdline()) for parent in process.parents())
+    faults.assert_same_run(Result.load(tmp_path / "run"), expected)

@@ -14,10 +14,13 @@ import yaml
 import methods
 import zoo
 from raysim import Config, bench, run
+from raysim.backends.ray import TRIES as ACTOR_TRIES
+from raysim.cohort import TRIES as STEP_TRIES
 from raysim.config import DataConfig, FleetConfig
 from raysim.console import PlainConsole
 from raysim.data import dataset
 from raysim.record import CLIENTS, FILES, MESSAGES, ROUNDS, SUMMARY
+from raysim.resume import FREE, resumed
 from raysim.task import Task
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,7 +130,15 @@ def test_a_quoted_command_parses(module: str, words: str, folder: Path) -> None:
         flags[place] = str(folder / "config.yaml")
         tree = Config(rounds=5, backend="local").to_tree(source=False)
         (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    if module == "bench":
+    if "--resume" in flags:
+        out = Path(flags[flags.index("--resume") + 1])
+        out.mkdir(parents=True)
+        (out / "config.yaml").write_text(yaml.safe_dump(Config().to_tree(source=False)))
+        assert resumed(out, flags).out == out
+    elif "--attach" in flags or "--stop" in flags:
+        assert re.fullmatch(r"raysim-\w+-[0-9a-f]{4}", flags[1])
+        assert len(flags) == 2
+    elif module == "bench":
         tyro.cli(bench.Options, args=flags)
     elif "--help" in flags:
         with pytest.raises(SystemExit) as end:
@@ -167,6 +178,34 @@ def test_the_python_example_of_the_readme_runs(
     assert names["again"].config.hp.pull == 10.0  # type: ignore[attr-defined]
 
 
+# Words
+
+
+def test_what_may_change_when_a_run_goes_on_is_all_there() -> None:
+    text = section("Checkpoints and faults")
+    quoted = set(re.findall(r"`--([a-z.-]+)", text))
+    for setting in FREE:
+        flag = setting.replace("_", "-")
+        assert setting in ("out", "source") or quoted & {flag, f"{flag}."}, flag
+
+
+def test_the_defaults_of_checkpoints_and_faults_are_true() -> None:
+    text = section("Checkpoints and faults")
+    assert f"`--checkpoint-every` rounds ({Config.checkpoint_every}; 0: none)" in text
+    assert f"`--keep-checkpoints` ({Config.keep_checkpoints})" in text
+    assert f"`--watchdog` seconds ({Config.watchdog:g})" in text
+    assert f"`--on-client-error {Config.on_client_error}` (default)" in text
+    assert f"takes down {ACTOR_TRIES} actors" in text
+    assert f"first tries {STEP_TRIES} times in all" in text
+
+
+def test_the_whole_fault_suite_is_one_command() -> None:
+    (command,) = re.findall(r"^\.venv/bin/python -m pytest (.*'slow or not slow'.*)$", README, re.M)
+    files = [word for word in shlex.split(command) if word.endswith(".py")]
+    assert len(files) == 4
+    assert all((ROOT / file).exists() for file in files)
+
+
 # Tables
 
 
@@ -175,7 +214,8 @@ def test_the_flags_are_all_there() -> None:
     shared = {flag for flag in known if not flag.startswith("--hp.")}
     quoted = set(re.findall(r"`(--[a-z.-]+)`", section("Flags")))
     assert shared - quoted == set(), "missing from README's table of flags"
-    assert quoted - shared == {"--config", "--help"}, "no such flags"
+    verbs = {"--attach", "--config", "--help", "--resume", "--stop"}
+    assert quoted - shared == verbs, "no such flags"
 
 
 def test_no_flag_of_the_readme_is_unknown() -> None:

@@ -33,6 +33,10 @@ class Setup:
     split: Split
 
 
+Judge = Callable[[int, Outcome], Outcome]
+"""Looks at what a client sent; may turn it into a failure."""
+
+
 class Backend(Protocol):
     actors_lost: int
     """Actors that died and were replaced."""
@@ -58,10 +62,13 @@ class Backend(Protocol):
         """Queue jobs, each with its shared message, on the states their clients have now. Urgent
         ones go first."""
 
-    def wait(self, ticket: Any, *, stop_early: bool) -> list[Outcome | None]:
+    def wait(
+        self, ticket: Any, *, stop_early: bool, judge: Judge = lambda client, outcome: outcome
+    ) -> list[Outcome | None]:
         """The outcomes of a ticket's jobs, in the order they were submitted; a client's state is
-        replaced here if its job did not fail. With `stop_early` the first failure ends the waiting:
-        jobs that were not done yet have no outcome."""
+        replaced here if its job did not fail and `judge` finds no fault with what it sent. With
+        `stop_early` the first failure ends the waiting: jobs that were not done yet have no
+        outcome."""
 
     def states(self) -> Iterator[tuple[int, Packed]]:
         """The state of every client that ever trained, by ascending id."""

@@ -3,7 +3,6 @@
 import faulthandler
 import os
 import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from raysim.fleet import Fleet
 from raysim.wire import Packed
 from raysim.worker import Job, Worker
 
+_STACKS = "raysim-stacks"
+
 
 class ClientActor:
     """Plays clients, one after the other."""
@@ -29,7 +30,8 @@ class ClientActor:
         torch.set_num_threads(max(1, int(cpus)))
         self.device = assigned_device(gpus)
         self.node = ray.get_runtime_context().get_node_id()
-        faulthandler.register(signal.SIGUSR1, _stack_file(os.getpid()).open("w"))
+        self._stacks = os.memfd_create(_STACKS)  # no file that a killed actor would leave
+        faulthandler.register(signal.SIGUSR1, self._stacks)
 
     def set_up(
         self, config: dict[str, Any], fleet: Fleet, dataset: Dataset, split: Split
@@ -57,10 +59,6 @@ class ClientActor:
         return self.label
 
 
-def _stack_file(pid: int) -> Path:
-    return Path(tempfile.gettempdir(), f"raysim-stack-{pid}.txt")
-
-
 def stack_of(node: str, pid: int, seconds: float = 15.0) -> str:
     """Where the threads of an actor are right now, even if it hangs in native code."""
     here = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -75,7 +73,8 @@ def stack_of(node: str, pid: int, seconds: float = 15.0) -> str:
 def _read_stack(pid: int) -> str:
     import time
 
-    path = _stack_file(pid)
+    opened = Path(f"/proc/{pid}/fd").iterdir()
+    path = next(path for path in opened if _STACKS in os.readlink(path))
     os.kill(pid, signal.SIGUSR1)
     deadline = time.monotonic() + 5
     while not (text := path.read_text()) and time.monotonic() < deadline:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from raysim.backends import NEWBORN_BYTES, Setup, Watch
+from raysim.backends import NEWBORN_BYTES, Judge, Setup, Watch
 from raysim.config import Config
 from raysim.watchdog import Watchdog
 from raysim.wire import Packed
@@ -46,7 +46,9 @@ class LocalBackend:
     def submit(self, jobs: Sequence[tuple[Job, Packed]], *, urgent: bool) -> Ticket:
         return [(job, message, self._state(job.client_id)) for job, message in jobs]
 
-    def wait(self, ticket: Ticket, *, stop_early: bool) -> list[Outcome | None]:
+    def wait(
+        self, ticket: Ticket, *, stop_early: bool, judge: Judge = lambda client, outcome: outcome
+    ) -> list[Outcome | None]:
         outcomes: list[Outcome | None] = [None] * len(ticket)
         changed = {}
         for i, (job, message, state) in enumerate(ticket):
@@ -58,7 +60,7 @@ class LocalBackend:
             self._watchdog.begin(what)
             new, outcome = self._worker.run(job, state, message)
             self._watchdog.end()
-            outcomes[i] = outcome
+            outcomes[i] = outcome = judge(job.client_id, outcome)
             if outcome.failure is not None and stop_early:
                 return outcomes
             if outcome.failure is None and new is not None:

@@ -31,7 +31,7 @@ from ray.exceptions import (
 )
 
 import zoo
-from raysim.backends import NEWBORN_BYTES, Setup, Watch
+from raysim.backends import NEWBORN_BYTES, Judge, Setup, Watch
 from raysim.backends.actor import ClientActor, stack_of
 from raysim.backends.plan import GIB, Pool, make_plan
 from raysim.backends.tasks import Item, Queue, Ref, Slot, Task, Ticket
@@ -46,8 +46,12 @@ QUEUE = 2
 """Tasks an actor has at a time: one running, one waiting for it."""
 TASK_SECONDS = 0.1
 """Evaluations are put together until a task is expected to take this long."""
-TRIES = 3
-"""Actors that may die under one task before it counts as failed."""
+IN_A_ROW = 5
+"""Actors that may die under one task, and no other actor in between, before it counts as failed."""
+TRIES = 15
+"""The same when others die, too: then it may be the cluster's fault."""
+UNBORN = 30
+"""Actors that may die while they start, and none start in between."""
 NODES_SECONDS = 5.0
 """How often to look for nodes that joined."""
 DEATHS = (
@@ -78,6 +82,10 @@ class RayBackend:
         self._pace: dict[tuple[str, str], float] = {}
         self._looked = time.monotonic()
         self._setup: tuple[Any, ...] | None = None
+        self._unborn = 0
+        """Actors that died while they started, since one last did start."""
+        self._suspect: Task | None = None
+        self._streak = 0
         self.actors_lost = 0
 
     # Actors
@@ -172,14 +180,18 @@ class RayBackend:
             for ref, flying in self._flying.items()
             if flying is not slot and flying not in tasks
         }
-        for i, task in enumerate(tasks):
-            task.tries += i == 0
+        running = tasks[0] if tasks else None
+        self._streak = self._streak + 1 if running is self._suspect else 1
+        self._suspect = running
+        for task in tasks:
+            task.tries += task is running
             if task.ticket.void:
                 continue
-            if task.tries < TRIES:
+            guilty = task is running and self._streak >= IN_A_ROW
+            if not guilty and task.tries < TRIES:
                 self._push(task)
                 continue
-            text = f"took down {TRIES} actors; the last: {type(error).__name__}: {error}"
+            text = f"took down {task.tries} actors; the last: {type(error).__name__}: {error}"
             for item in task.items:
                 item.outcome = Outcome(failure=Failure(text, ""), node=slot.place[1])
             task.ticket.left -= 1
@@ -253,10 +265,15 @@ class RayBackend:
         if group:
             yield group
 
-    def wait(self, ticket: Ticket, *, stop_early: bool) -> list[Outcome | None]:
+    def wait(
+        self, ticket: Ticket, *, stop_early: bool, judge: Judge = lambda client, outcome: outcome
+    ) -> list[Outcome | None]:
         while ticket.left and not (stop_early and ticket.failed):
             self._watch(sum(isinstance(f, Task) for f in self._flying.values()), self._waiting)
             self._step()
+        for item in ticket.items:
+            if item.outcome is not None:
+                item.outcome = judge(item.job.client_id, item.outcome)
         if ticket.left:
             ticket.void = True
         else:
@@ -284,11 +301,13 @@ class RayBackend:
         try:
             slot.place = ray.get(ref)
         except DEATHS as error:
-            if slot.queue.pool.client is None and self.actors_lost > 100 * TRIES:
+            self._unborn += 1
+            if self._unborn > UNBORN:
                 raise ClusterError(f"actors die while they start: {error}") from error
             self._bury(slot, error)
             return
         slot.ready = True
+        self._unborn = 0
         self._feed(slot.queue)
 
     def _queue_of(self, client: int) -> Queue:
@@ -343,6 +362,9 @@ class RayBackend:
             if not lost(error):
                 raise
             slot.tasks.remove(task)
+            if task.ticket.void:  # the run has gone back already
+                self._feed(slot.queue)
+                return
             raise StatesLost(f"client states were lost ({type(error).__name__})") from error
         slot.tasks.remove(task)
         states = iter(task.states)
