@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+from ray.exceptions import RayError
 
+from raysim import preflight
 from raysim.config import Config
 from raysim.errors import ClusterError
 
@@ -65,6 +67,7 @@ def _require_answer(address: str) -> None:
 def _attach(address: str) -> "ray._private.worker.BaseContext":
     """The other nodes get this code, whatever is installed there."""
     _require_answer(address)
+    preflight.knock(address)
     root = Path(__file__).resolve().parent.parent
     packages = [str(root / name) for name in ("raysim", "methods", "zoo")]
     try:
@@ -74,8 +77,5 @@ def _attach(address: str) -> "ray._private.worker.BaseContext":
             logging_level=logging.ERROR,
             namespace="raysim",
         )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ClusterError(
-            f"cannot reach a Ray cluster at --address {address}: {error}\n"
-            "Start one with 'ray start --head', or leave --address out to run on this machine alone"
-        ) from error
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise ClusterError(preflight.explain(error, address)) from error

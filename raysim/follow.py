@@ -12,6 +12,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import zoo
+from raysim import preflight
 from raysim.backends.plan import make_plan
 from raysim.backends.ray import node_resources
 from raysim.cluster import connected
@@ -38,6 +39,8 @@ def drive(config: Config, console: Console, started: float, resume: bool) -> End
     with connected(config) as dashboard:
         models = zoo.expand(config.fleet.models)
         make_plan(config, models, dict(gpu_shares(config.fleet.gpus, models)), node_resources())
+        for note in preflight.examine(config) if config.address else []:
+            console.show(Note(note))
         if dashboard:
             token = "its token: ray get-auth-token"
             console.show(Note(f"dashboard: http://{dashboard} ({token})"))
@@ -88,11 +91,10 @@ def _find(name: str) -> Any:
 
 def _create(config: Config, name: str, started: float, resume: bool) -> Any:
     options: dict[str, Any] = {"lifetime": "detached"} if config.detach else {}
-    if not _remote_client():
-        # On the launcher's own node, so that --out means the same disk to both.
-        node = ray.get_runtime_context().get_node_id()
-        soft = config.driver.gpus > 0
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=soft)
+    # On the launcher's own node, so that --out means the same disk to both; over ray://, on the
+    # head.
+    home = NodeAffinitySchedulingStrategy(preflight.driver_node(), soft=config.driver.gpus > 0)
+    options["scheduling_strategy"] = home
     actor: Any = ray.remote(DriverActor).options(
         name=name,
         namespace=NAMESPACE,
@@ -168,8 +170,3 @@ def _fetch(driver: Any, out: Path) -> None:
     out.mkdir(parents=True)
     for name, content in files.items():
         (out / name).write_bytes(content)
-
-
-def _remote_client() -> bool:
-    """Whether this process is a Ray Client (ray://), which is on no node of the cluster."""
-    return bool(ray.util.client.ray.is_connected())  # type: ignore[no-untyped-call]

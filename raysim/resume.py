@@ -1,10 +1,11 @@
 """`--resume DIR`: what may change when a run goes on, and what may not."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import methods
 from raysim.config import Config
 from raysim.errors import ConfigError, RunError
 from raysim.record import SUMMARY
@@ -13,7 +14,7 @@ from raysim.settings import last_value
 FREE = (
     "rounds", "out", "backend", "address", "actors", "gpus", "memory", "dashboard", "detach",
     "checkpoint_every", "keep_checkpoints", "on_client_error", "watchdog", "fleet.gpus", "driver",
-    "data.root", "source",
+    "data.root",
 )  # fmt: skip
 """Settings that change how a run is carried out, or how far, but not its result."""
 
@@ -23,13 +24,15 @@ def resumed(folder: Path, words: Sequence[str]) -> Config:
     path = folder / "config.yaml"
     if not path.exists():
         raise RunError(f"--resume {folder}: there is no run (no config.yaml)")
-    saved = Config.parse(["--config", str(path)])
+    kept = folder / "method.py"  # the text of a user's own method, as the run had it
+    own = ["--method", str(kept)] if kept.exists() else []
+    saved = Config.parse(["--config", str(path), *own])
     method = last_value(words, "--method")
-    if method is not None and method.endswith(".py"):
-        method = str(Path(method).resolve())  # as the run wrote it down
-    if method not in (None, saved.method):
-        raise _changed(folder, "method", saved.method, method)
-    asked = Config.parse(["--config", str(path), *_without_resume(words)])
+    if method is not None and method != saved.method:
+        if not own or methods.read_source(method) != saved.source:
+            raise _changed(folder, "method", saved.method, method)
+    rest = without(without(words, "--resume"), "--method")
+    asked = Config.parse(["--config", str(path), *rest, *own])
     if asked.out is not None:
         raise ConfigError("--resume goes on in its own folder; leave --out out")
     for key, (old, new) in _differences(saved.to_tree(), asked.to_tree()):
@@ -50,12 +53,13 @@ def _changed(folder: Path, flag: str, old: Any, new: Any) -> ConfigError:
     )
 
 
-def _without_resume(words: Sequence[str]) -> Iterator[str]:
+def without(words: Iterable[str], flag: str) -> Iterator[str]:
+    """The command line less a flag and its value."""
     rest = iter(words)
     for word in rest:
-        if word == "--resume":
+        if word == flag:
             next(rest, None)
-        elif not word.startswith("--resume="):
+        elif not word.startswith(f"{flag}="):
             yield word
 
 

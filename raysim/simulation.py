@@ -59,7 +59,8 @@ def preflight(config: Config, resume: bool = False) -> None:
     names."""
     if config.out is not None and not resume:
         refuse_used(config.out)
-    data.check(config.data)
+    if not (config.address or "").startswith("ray://"):  # then the driver's node has the data
+        data.check(config.data)
     zoo.expand(config.fleet.models)
 
 

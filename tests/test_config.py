@@ -11,9 +11,9 @@ import yaml
 
 import methods
 from raysim import Config, FleetConfig, TrainConfig
-from raysim.settings import expand_files, flags
 from raysim.errors import ConfigError
 from raysim.record import config_yaml
+from raysim.settings import expand_files, flags
 
 MY_METHOD = '''\
 """A user's own method."""
