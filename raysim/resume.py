@@ -28,9 +28,11 @@ def resumed(folder: Path, words: Sequence[str]) -> Config:
     own = ["--method", str(kept)] if kept.exists() else []
     saved = Config.parse(["--config", str(path), *own])
     method = last_value(words, "--method")
-    if method is not None and method != saved.method:
-        if not own or methods.read_source(method) != saved.source:
-            raise _changed(folder, "method", saved.method, method)
+    same = method in (None, saved.method) or (
+        bool(own) and methods.read_source(str(method)) == saved.source
+    )
+    if not same:
+        raise _changed(folder, "method", saved.method, method)
     rest = without(without(words, "--resume"), "--method")
     asked = Config.parse(["--config", str(path), *rest, *own])
     if asked.out is not None:

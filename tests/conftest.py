@@ -21,7 +21,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A private cluster of 4 logical CPUs and 2 logical GPUs; `run` joins it because this process has."""
+    """A private cluster, 4 logical CPUs and 2 logical GPUs; `run` joins it as this process has."""
     import ray
 
     ray.init(

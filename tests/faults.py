@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
+import pytest
 
 from raysim import Config, Result, run
 from raysim.backends.local import LocalBackend
@@ -121,6 +122,11 @@ def assert_same_run(found: Result, expected: Result) -> None:
     for key in ("final", "best", "rounds", "selected", "bytes_up", "bytes_down"):
         assert found.summary[key] == expected.summary[key], key
     assert found.digest == expected.digest
+
+
+def short_form(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Parameters of which only `fast` ones run without `-m slow`."""
+    return [v if v in fast else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
 # Processes

@@ -115,7 +115,7 @@ class KillInEveryRound:
         return self.killer.kills
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", faults.short_form(methods.names(), "fedmrl", "fedre"))
 def test_an_actor_killed_in_every_round_changes_nothing(
     method: str, undisturbed: dict[str, Result], tmp_path: Path, cluster: None
 ) -> None:
@@ -145,6 +145,7 @@ def test_actors_killed_at_many_moments_change_nothing(
     faults.assert_same_run(found, undisturbed[method])
 
 
+@pytest.mark.slow
 def test_a_killed_actor_is_replaced(tmp_path: Path, cluster: None) -> None:
     """All of them, more than once; a run has as many at its end as at its start."""
     waits = faulty(tmp_path, "time.sleep(0.5)")
@@ -172,6 +173,7 @@ def test_a_killed_actor_is_replaced(tmp_path: Path, cluster: None) -> None:
 KILLER = "if ctx.client_id == 2 and ctx.round == 2: os.kill(os.getpid(), signal.SIGKILL)"
 
 
+@pytest.mark.slow
 def test_a_client_that_kills_every_actor_is_named(tmp_path: Path, cluster: None) -> None:
     method = faulty(tmp_path, after=KILLER)
     with pytest.raises(ClientError, match=r"client_update failed on client 2 \(cnn4\) in round 2"):
@@ -207,7 +209,7 @@ def assert_only_dropped(result: Result, client: int, round: int) -> None:
 ONCE = "if ctx.client_id == 2 and ctx.round == 2 and not flag.exists(): flag.touch(); "
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
+@pytest.mark.parametrize("backend", faults.short_form(["local", "ray"], "local"))
 @pytest.mark.parametrize(
     "fault",
     [
@@ -229,7 +231,7 @@ def test_a_client_that_fails_once_is_tried_again_from_where_it_was(
     assert result.digest == undisturbed["faulty"].digest
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
+@pytest.mark.parametrize("backend", faults.short_form(["local", "ray"], "local"))
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
@@ -266,6 +268,7 @@ def test_the_client_that_failed_is_named_while_others_still_work(
         simulate(method, tmp_path / "run", **SMALL, backend="ray", actors="4")
 
 
+@pytest.mark.slow
 def test_all_clients_of_a_round_may_be_dropped(tmp_path: Path, cluster: None) -> None:
     method = faulty(tmp_path, "if ctx.round == 1: raise RuntimeError('all')")
     result = simulate(
@@ -281,7 +284,7 @@ COMMAND = [
 PRIVATE = [*COMMAND, "--backend", "ray", "--actors", "2", "--dashboard", "False"]
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
+@pytest.mark.parametrize("backend", faults.short_form(["local", "ray"], "local"))
 def test_a_client_that_hangs_ends_the_run_and_is_told(backend: str, tmp_path: Path) -> None:
     method = faulty(tmp_path, "if ctx.client_id == 2 and ctx.round == 2: time.sleep(1000)")
     words = ["--method", method, "--rounds", "3", "--watchdog", "3"]
@@ -336,6 +339,7 @@ def test_a_driver_killed_before_its_first_round_starts_over(
     faults.assert_same_run(Result.load(tmp_path / "run"), long_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["launcher", "everything"])
 def test_after_a_kill_of_the_launcher_or_of_everything_the_run_can_be_resumed(
     what: str, long_run: Result, tmp_path: Path
@@ -358,6 +362,7 @@ def test_after_a_kill_of_the_launcher_or_of_everything_the_run_can_be_resumed(
     faults.assert_same_run(Result.load(tmp_path / "run"), long_run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_on_ray_that_is_asked_to_stop_saves_and_can_be_resumed(
     number: signal.Signals, long_run: Result, tmp_path: Path
@@ -451,6 +456,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_dead_node_sends_the_run_back_once_and_it_ends_the_same(
     nodes: Nodes, long_run: Result, tmp_path: Path
 ) -> None:
@@ -470,6 +476,7 @@ def test_a_dead_node_sends_the_run_back_once_and_it_ends_the_same(
     assert "back from round" in printed
 
 
+@pytest.mark.slow
 def test_a_node_that_joins_is_used(nodes: Nodes, tmp_path: Path) -> None:
     nodes.ask("remove")
     method = faulty(tmp_path, "time.sleep(0.2)")
@@ -498,7 +505,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
+@pytest.mark.parametrize("backend", faults.short_form(["local", "ray"], "local"))
 def test_a_full_disk_ends_the_run_and_after_making_room_it_can_be_resumed(
     backend: str, long_run: Result, small_disk: Path, tmp_path: Path
 ) -> None:

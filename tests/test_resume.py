@@ -38,7 +38,7 @@ def settings_of(result: Result, out: Path, **changes: Any) -> Config:
 # Interrupted
 
 
-@pytest.mark.parametrize("after", [1, 2, 3, 4])
+@pytest.mark.parametrize("after", faults.short_form([1, 2, 3, 4], 3))
 @pytest.mark.parametrize("method", methods.names())
 def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     method: str, after: int, undisturbed: dict[str, Result], tmp_path: Path
@@ -127,11 +127,11 @@ def test_with_no_whole_checkpoint_left_the_run_starts_over(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", faults.short_form(methods.names(), "fedproto"))
 def test_a_run_may_move_between_one_process_and_actors(
     method: str, undisturbed: dict[str, Result], tmp_path: Path, cluster: None
 ) -> None:
-    """Two rounds here, one on three actors, the rest on one, and back: killed in between."""
+    """Two rounds here, two on three actors, the last one here again."""
     expected = undisturbed[method]
     out = tmp_path / "run"
     faults.stop_after(settings_of(expected, out), 2)
@@ -143,6 +143,7 @@ def test_a_run_may_move_between_one_process_and_actors(
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_run_of_three_actors_may_go_on_with_one(
     undisturbed: dict[str, Result], tmp_path: Path, cluster: None
 ) -> None:

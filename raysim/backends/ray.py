@@ -24,7 +24,6 @@ from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
     NodeDiedError,
-    ObjectLostError,
     OutOfMemoryError,
     RayError,
     WorkerCrashedError,
@@ -33,8 +32,9 @@ from ray.exceptions import (
 import zoo
 from raysim.backends import NEWBORN_BYTES, Judge, Setup, Watch
 from raysim.backends.actor import ClientActor, stack_of
+from raysim.backends.objects import fetch, lost, node_resources
 from raysim.backends.plan import GIB, Pool, make_plan
-from raysim.backends.tasks import Item, Queue, Ref, Slot, Task, Ticket
+from raysim.backends.tasks import Item, Pace, Queue, Ref, Slot, Task, Ticket
 from raysim.config import Config
 from raysim.device import assigned_device
 from raysim.errors import ClusterError, Stalled, StatesLost
@@ -79,7 +79,7 @@ class RayBackend:
         self._waiting = 0
         self._order = itertools.count()
         self._labels = itertools.count()
-        self._pace: dict[tuple[str, str], float] = {}
+        self._pace = Pace()
         self._looked = time.monotonic()
         self._setup: tuple[Any, ...] | None = None
         self._unborn = 0
@@ -371,22 +371,16 @@ class RayBackend:
         for item, outcome in zip(task.items, outcomes, strict=True):
             item.outcome = outcome
             item.new_state = next(states) if item.job.keep else None
-            self._learn_pace(item.job, outcome)
+            client = item.job.client_id
+            samples, model = len(self._split.train(client)), self._fleet.model_of(client)
+            self._pace.learn(item.job.step, model, samples, outcome.seconds)
             task.ticket.failed |= outcome.failure is not None
         task.ticket.left -= 1
         self._feed(slot.queue)
 
     def _expected(self, job: Job) -> float:
-        """Seconds a job may take: as its like did, else in proportion to its samples."""
         samples = len(self._split.train(job.client_id))
-        model = self._fleet.model_of(job.client_id)
-        return samples * self._pace.get((job.step, model), 1e-3)
-
-    def _learn_pace(self, job: Job, outcome: Outcome) -> None:
-        samples = len(self._split.train(job.client_id))
-        key = job.step, self._fleet.model_of(job.client_id)
-        pace = outcome.seconds / max(1, samples)
-        self._pace[key] = pace if key not in self._pace else 0.7 * self._pace[key] + 0.3 * pace
+        return self._pace.expected(job.step, self._fleet.model_of(job.client_id), samples)
 
     def _stalled(self) -> Stalled:
         """Nothing happened for too long: say what is pending, where, and what it is doing."""
@@ -417,7 +411,7 @@ class RayBackend:
 
     def snapshot(self, clients: Collection[int]) -> list[tuple[int, Callable[[], Packed]]]:
         known = [client for client in sorted(clients) if client in self._states]
-        return [(client, partial(_fetch, self._states[client], client)) for client in known]
+        return [(client, partial(fetch, self._states[client], client)) for client in known]
 
     def restore(self, states: Iterator[tuple[int, Packed]]) -> None:
         for flying in self._flying.values():
@@ -441,24 +435,3 @@ class RayBackend:
             elif client not in self._states:
                 self._newborn[client] = (state, outcome.state_bytes)
                 self._newborn_bytes += outcome.state_bytes
-
-
-def _fetch(ref: Ref, client: int) -> Packed:
-    try:
-        return cast(Packed, ray.get(ref))
-    except RayError as error:
-        if not lost(error):
-            raise
-        raise StatesLost(f"the state of client {client} was lost") from error
-
-
-def lost(error: RayError) -> bool:
-    """Whether an object is gone from the store, now or for a task that needed it."""
-    cause = getattr(error, "cause", None)
-    return isinstance(error, ObjectLostError) or isinstance(cause, ObjectLostError)
-
-
-def node_resources() -> list[dict[str, float]]:
-    """What each living node has."""
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node["Resources"] for node in nodes if node["Alive"]]

@@ -75,3 +75,19 @@ class Ticket:
     failed: bool = False
     void: bool = False
     """Nobody waits for it any more."""
+
+
+class Pace:
+    """How long jobs take: as their like did, else in proportion to their samples."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[str, str], float] = {}
+        """Of one sample, by step and model."""
+
+    def expected(self, step: str, model: str, samples: int) -> float:
+        return samples * self._seconds.get((step, model), 1e-3)
+
+    def learn(self, step: str, model: str, samples: int, seconds: float) -> None:
+        pace = seconds / max(1, samples)
+        known = self._seconds.get((step, model), pace)
+        self._seconds[step, model] = 0.7 * known + 0.3 * pace
