@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import zoo
 from raysim import preflight
+from raysim.backends.objects import node_resources
 from raysim.backends.plan import make_plan
-from raysim.backends.ray import node_resources
 from raysim.cluster import connected
 from raysim.config import Config
 from raysim.console import Console

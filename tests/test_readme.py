@@ -14,7 +14,7 @@ import yaml
 import methods
 import zoo
 from raysim import Config, bench, run
-from raysim.backends.ray import TRIES as ACTOR_TRIES
+from raysim.backends.ray import IN_A_ROW
 from raysim.cohort import TRIES as STEP_TRIES
 from raysim.config import DataConfig, FleetConfig
 from raysim.console import PlainConsole
@@ -195,7 +195,7 @@ def test_the_defaults_of_checkpoints_and_faults_are_true() -> None:
     assert f"`--keep-checkpoints` ({Config.keep_checkpoints})" in text
     assert f"`--watchdog` seconds ({Config.watchdog:g})" in text
     assert f"`--on-client-error {Config.on_client_error}` (default)" in text
-    assert f"takes down {ACTOR_TRIES} actors" in text
+    assert f"takes down {IN_A_ROW} actors in a row" in text
     assert f"first tries {STEP_TRIES} times in all" in text
 
 

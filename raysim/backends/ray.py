@@ -406,8 +406,8 @@ class RayBackend:
     # States
 
     def states(self) -> Iterator[tuple[int, Packed]]:
-        for client, fetch in self.snapshot(self._states):
-            yield client, fetch()
+        for client, get in self.snapshot(self._states):
+            yield client, get()
 
     def snapshot(self, clients: Collection[int]) -> list[tuple[int, Callable[[], Packed]]]:
         known = [client for client in sorted(clients) if client in self._states]
