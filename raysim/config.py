@@ -115,7 +115,7 @@ class EvalConfig:
     fresh: bool = True
     """Deliver the server's newest message before evaluating (on a copy); False evaluates what local
     training left."""
-    batch_size: int = 256
+    batch_size: int = 128
     """Samples in an evaluation step."""
 
 

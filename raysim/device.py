@@ -22,7 +22,7 @@ def assigned_device(gpu_share: float) -> torch.device:
     return device
 
 
-def keep_freed_memory(bytes: int = 2**28) -> None:
+def keep_freed_memory(bytes: int = 2**26) -> None:
     """Tell glibc to keep what a training step frees, since the next step takes the same megabytes
     again. Handing them back and forth to the system costs cnn1 a quarter of its speed."""
     if sys.platform == "linux":

@@ -25,7 +25,10 @@ def seeded(seed: int, purpose: str, round: int = 0, client: int = -1) -> Iterato
     streams return afterwards untouched."""
     state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     value = derive(seed, purpose, round, client)
-    torch.manual_seed(value)
+    # Not torch.manual_seed: without CUDA that queues a call, with a stack trace, for ever.
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
     np.random.seed(value % 2**32)
     random.seed(value)
     try:
