@@ -27,7 +27,7 @@ def seeded(seed: int, purpose: str, round: int = 0, client: int = -1) -> Iterato
     value = derive(seed, purpose, round, client)
     # Not torch.manual_seed: without CUDA that queues a call, with a stack trace, for ever.
     torch.default_generator.manual_seed(value)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
     np.random.seed(value % 2**32)
     random.seed(value)
