@@ -11,9 +11,9 @@ Tan et al., AAAI 2022. https://arxiv.org/abs/2105.00243
     Inference: the class of the nearest P_c; a class without one is never the answer.
 
 Choices. The prototypes are those of the trained model, over all of D_k: the public codes gather
-them while training, from drifting weights. The mean over clients is unweighted and made anew every
-round, as in those codes; --hp.weighting samples gives the paper's |D_k,c| weights. Their `lambda`
-is tuned to 10 in HtFLlib and 1 in the original; 1 here.
+them while training, from drifting weights (--hp.gather). The mean over clients is unweighted and
+made anew every round, as in those codes; --hp.weighting samples gives the paper's |D_k,c| weights.
+Their `lambda` is tuned to 10 in HtFLlib and 1 in the original; 1 here.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ from raysim import (
     ServerContext,
     Uncounted,
     class_means,
-    evaluating,
     like,
 )
+from raysim.prototypes import empty_table, mean_by_class, nearest, prototypes_of, pull
 from zoo import SplitModel
 
 
@@ -70,17 +70,16 @@ class FedProto(Method[Client, Server]):
     """
     inference: Literal["prototype", "head"] = "prototype"
     """Answer with the nearest global prototype, or with the client's own classifier."""
+    gather: Literal["after", "during", "last_epoch"] = "after"
+    """Which representations make a client's prototypes: those of the trained model over all of its
+    data, those that went by while it trained (HtFLlib), or in its last epoch (the authors' code).
+    """
 
     def init_server(self, ctx: ServerContext) -> Server:
         return Server(torch.zeros(0, ctx.fleet.feature_dim), torch.zeros(0, dtype=torch.int64))
 
     def init_client(self, model: SplitModel, ctx: ClientContext) -> Client:
-        size = ctx.task.num_classes, model.feature_dim
-        return Client(
-            model,
-            prototypes=torch.zeros(size, device=ctx.device),
-            known=torch.zeros(ctx.task.num_classes, dtype=torch.bool, device=ctx.device),
-        )
+        return Client(model, *empty_table(model, ctx))
 
     def broadcast(self, server: Server, cohort: Sequence[int], ctx: ServerContext) -> Download:
         return Download(server.prototypes, server.classes)
@@ -93,14 +92,21 @@ class FedProto(Method[Client, Server]):
     def client_update(self, client: Client, message: Download, ctx: ClientContext) -> Upload:
         model = client.model
 
+        passed: list[tuple[Tensor, Tensor]] = []
+
         def loss(x: Tensor, y: Tensor) -> Tensor:
             r = model.features(x)
-            target = torch.where(client.known[y].unsqueeze(1), client.prototypes[y], r.detach())
-            return F.cross_entropy(model.head(r), y) + self.pull * F.mse_loss(r, target)
+            if self.gather != "after":
+                passed.append((r.detach(), y))
+            distance = pull(r, y, client.prototypes, client.known)
+            return F.cross_entropy(model.head(r), y) + self.pull * distance
 
         ctx.fit(loss, model)
-        with evaluating(model), ctx.autocast():
-            prototypes, classes = class_means(model.features, ctx.samples())
+        if self.gather == "after":
+            prototypes, classes = prototypes_of(model, ctx)
+        else:
+            epochs = ctx.train.epochs if self.gather == "last_epoch" else 1
+            prototypes, classes = class_means(lambda r: r, passed[-(len(passed) // epochs) :])
         return Upload(prototypes, classes, torch.bincount(ctx.labels)[classes])
 
     def expected(self, client_id: int, ctx: ServerContext) -> Upload:
@@ -110,21 +116,16 @@ class FedProto(Method[Client, Server]):
     def server_update(
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext
     ) -> None:
-        classes = torch.cat([reply.payload.classes for reply in replies])
-        prototypes = torch.cat([reply.payload.prototypes for reply in replies])
-        counts = torch.cat([reply.payload.counts for reply in replies]).to(prototypes.dtype)
-        weights = counts if self.weighting == "samples" else torch.ones_like(counts)
-
-        server.classes, place = torch.unique(classes, return_inverse=True)
-        total = weights.new_zeros(len(server.classes)).index_add_(0, place, weights)
-        mean = prototypes.new_zeros(len(server.classes), prototypes.shape[1])
-        mean.index_add_(0, place, prototypes * weights.unsqueeze(1))
-        server.prototypes = mean / total.unsqueeze(1)
+        sent = [reply.payload for reply in replies]
+        server.prototypes, server.classes = mean_by_class(
+            torch.cat([upload.prototypes for upload in sent]),
+            torch.cat([upload.classes for upload in sent]),
+            torch.cat([upload.counts for upload in sent]) if self.weighting == "samples" else None,
+        )
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
         r = client.model.features(x)
         if self.inference == "head":
             scores: Tensor = client.model.head(r)
             return scores
-        distance = torch.cdist(r.float(), client.prototypes).square() / r.shape[1]
-        return -distance.masked_fill(~client.known, torch.inf)
+        return nearest(r, client.prototypes, client.known)
