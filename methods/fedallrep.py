@@ -4,7 +4,7 @@ Yao et al., CVPR 2026. https://arxiv.org/abs/2511.22265
 
     Client k                                Server
     1  head_k <- head                       4  for mini-batches of all uploaded pairs:
-    2  E epochs of cross-entropy on D_k          head <- head - lr * grad mean CE(head(r), y)
+    2  E epochs of cross-entropy on D_k          head <- head - lr * grad sum_i CE(head(r_i), y_i)
     3  upload r_i = g_k(x_i) and y_i        5  broadcast head
        for every sample i of D_k
 
@@ -12,9 +12,8 @@ Yao et al., CVPR 2026. https://arxiv.org/abs/2511.22265
 
 Not a method to use: it sends d * n_k scalars a client and shows the server every sample. It bounds
 what a head can learn from entangled representations. The paper does not say how its server is
-trained: here with FedRE's step size, batch size and one pass, but the mean over a batch, because a
-pass here is hundreds of steps where FedRE's is one; --hp.server-reduction sum is FedRE's to the
-letter. The server shuffles the samples of all clients into its batches.
+trained; the settings here are FedRE's own, so that only what is uploaded differs. One pass is then
+many steps where FedRE's is one: the server shuffles the samples of all clients into its batches.
 """
 
 from collections.abc import Sequence
@@ -69,7 +68,7 @@ class FedAllRep(Method[ClientState, Server]):
     """Passes over the uploaded representations in a round."""
     server_batch_size: int = 32
     """Uploaded representations in a server step."""
-    server_reduction: Literal["sum", "mean"] = "mean"
+    server_reduction: Literal["sum", "mean"] = "sum"
     """Whether a step descends the sum or the mean of its samples' losses."""
 
     def check(self, fleet: Fleet, task: Task) -> None:

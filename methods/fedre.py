@@ -12,8 +12,9 @@ Yao et al., CVPR 2026. https://arxiv.org/abs/2511.22265
 
     Inference: the model after step 1; with --eval.fresh False, as step 2 left it.
 
-Representations are those behind the mapping to the common width, --fleet.mapping ap, mp or fc. Step
-3 is the paper's default mechanism, RAP; raysim/entanglement.py has how we read the other five.
+Representations are those behind the mapping to the common width, --fleet.mapping ap, mp or fc (cnn
+and mlp just have that width). Step 3 is the paper's default mechanism, RAP; how we read the other
+five stands in raysim/entanglement.py.
 
 Where we differ from the authors' code: the head really is broadcast (theirs never is, nor is it
 evaluated), and it starts from weights of its own instead of being the very object that client 0

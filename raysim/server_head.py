@@ -3,8 +3,7 @@
 The methods that have one give it the same settings under the same flags, `--hp.server-*`.
 """
 
-from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,19 +32,15 @@ class Settings(Protocol):
 
 def check(settings: Settings) -> None:
     """Refuse what cannot be trained with."""
-    least = {
-        "--hp.server-lr": (settings.server_lr > 0, "more than 0", settings.server_lr),
-        "--hp.server-epochs": (settings.server_epochs >= 1, "at least 1", settings.server_epochs),
-        "--hp.server-batch-size": (
-            settings.server_batch_size >= 1, "at least 1", settings.server_batch_size
-        ),
-        "--hp.server-momentum": (
-            0 <= settings.server_momentum < 1, "in [0, 1)", settings.server_momentum
-        ),
-    }  # fmt: skip
-    for flag, (holds, rule, found) in least.items():
+    found: dict[str, tuple[bool, str, float]] = {
+        "lr": (settings.server_lr > 0, "more than 0", settings.server_lr),
+        "momentum": (0 <= settings.server_momentum < 1, "in [0, 1)", settings.server_momentum),
+        "epochs": (settings.server_epochs >= 1, "at least 1", settings.server_epochs),
+        "batch-size": (settings.server_batch_size >= 1, "at least 1", settings.server_batch_size),
+    }
+    for flag, (holds, rule, value) in found.items():
         if not holds:
-            raise ConfigError(f"{flag} must be {rule}, got {found}")
+            raise ConfigError(f"--hp.server-{flag} must be {rule}, got {value}")
     if settings.server_momentum and settings.server_optimizer != "sgd":
         raise ConfigError(
             f"--hp.server-momentum {settings.server_momentum} is for sgd; "
@@ -56,7 +51,11 @@ def check(settings: Settings) -> None:
 def train(head: nn.Module, r: Tensor, y: Tensor, settings: Settings) -> float:
     """Cross-entropy of head(r) and labels y, which are classes or soft labels. The optimizer is
     born anew at every call, as the clients' are."""
-    sgd = partial(torch.optim.SGD, momentum=settings.server_momentum)
+    optimizer: dict[str, Any] = (
+        {"optimizer": torch.optim.Adam}
+        if settings.server_optimizer == "adam"
+        else {"momentum": settings.server_momentum}
+    )
     return ops.fit(
         lambda r, y: F.cross_entropy(head(r), y, reduction=settings.server_reduction),
         head,
@@ -64,5 +63,5 @@ def train(head: nn.Module, r: Tensor, y: Tensor, settings: Settings) -> float:
         lr=settings.server_lr,
         epochs=settings.server_epochs,
         batch_size=settings.server_batch_size,
-        optimizer=sgd if settings.server_optimizer == "sgd" else torch.optim.Adam,
+        **optimizer,
     )
