@@ -112,6 +112,36 @@ def test_prototypes_are_the_trained_models_in_eval_mode_over_all_of_the_clients_
     assert_close(upload.prototypes, torch.stack(list(means.values())))
 
 
+@pytest.mark.parametrize(
+    ("gather", "mean"), [("after", 1 / 8), ("during", 7 / 12), ("last_epoch", 1 / 4)]
+)
+def test_prototypes_gathered_while_training_by_hand(gather: Any, mean: float) -> None:
+    """One sample x = 1 of the only class, so that CE = 0; r = f x with f = 1, P = 0. A step of 1/4
+    on r^2 halves f: three epochs see r = 1, 1/2 and 1/4, whose mean is 7/12, and leave 1/8."""
+    data = tiny.points([(1,)], [0], num_classes=1)
+    client = make_client(tiny.model(head=[[0]], features=[[1]]), 1)
+    ctx = tiny.client_context(data, lr=0.25, epochs=3)
+    upload = tiny.update(FedProto(gather=gather), client, prototypes(c0=(0,)), ctx)
+    assert_close(upload.prototypes, torch.tensor([[mean]]))
+    assert not upload.prototypes.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("gather", "classes"), [("after", [0, 1]), ("during", [0]), ("last_epoch", [0])]
+)
+def test_class_that_training_leaves_out_has_a_prototype_only_of_the_trained_model(
+    gather: Any, classes: list[int]
+) -> None:
+    """Batches of 2 leave the third sample, the only one of class 1, out."""
+    data = tiny.points([(1, 5), (3, 1), (2, 2)], [0, 0, 1], num_classes=2)
+    client = make_client(tiny.model(head=[[0, 0]] * 2), 2)
+    ctx = tiny.client_context(data, batch_size=2, shuffle=False, epochs=2)
+    upload = tiny.update(FedProto(gather=gather), client, NOTHING, ctx)
+    assert upload.classes.tolist() == classes
+    assert upload.counts.tolist() == [2, 1][: len(classes)]
+    assert_close(upload.prototypes[0], torch.tensor([2.0, 3.0]))
+
+
 # The server
 
 
