@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         Reply,
         ServerContext,
     )
-    from raysim.ops import class_means, evaluating, fit, get_weights, set_weights, weighted_mean
+    from raysim.ops import class_means, evaluating, fit, get_weights, kl, set_weights, weighted_mean
     from raysim.result import Result, run
     from raysim.task import Task
     from raysim.wire import Uncounted, Weights, like
@@ -42,7 +42,9 @@ _HOME = {
     "method": (
         "ClientContext", "ClientState", "Cohort", "Method", "PerClient", "Reply", "ServerContext",
     ),
-    "ops": ("class_means", "evaluating", "fit", "get_weights", "set_weights", "weighted_mean"),
+    "ops": (
+        "class_means", "evaluating", "fit", "get_weights", "kl", "set_weights", "weighted_mean",
+    ),
     "result": ("Result", "run"),
     "task": ("Task",),
     "wire": ("Uncounted", "Weights", "like"),
@@ -74,6 +76,7 @@ __all__ = [
     "evaluating",
     "fit",
     "get_weights",
+    "kl",
     "like",
     "run",
     "set_weights",

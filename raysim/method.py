@@ -81,6 +81,8 @@ class ServerContext:
     task: Task
     fleet: Fleet
     device: torch.device
+    rounds: int = 1
+    """Rounds of the whole run, for schedules."""
 
     def build_model(self, name: str | None = None, feature_dim: int | None = None) -> SplitModel:
         """A fresh model; by default the fleet's first."""
@@ -112,6 +114,8 @@ class ClientContext:
     augmentation: str
     eval_batch_size: int
     losses: list[float]
+    rounds: int = 1
+    """Rounds of the whole run, for schedules."""
 
     @property
     def model_name(self) -> str:
@@ -151,11 +155,18 @@ class ClientContext:
     def _batch(self, rows: np.ndarray[Any, np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
         return make_batch(self.dataset, rows, self.device, self.train.memory_format)
 
-    def fit(self, loss: ops.Loss, *modules: nn.Module, lr: float | None = None) -> float:
+    def fit(
+        self,
+        loss: ops.Loss,
+        *modules: nn.Module,
+        lr: float | Sequence[float] | None = None,
+        clip: float | None = None,
+    ) -> float:
         """Train modules for the configured epochs on `loss(x, y)`, the paper's equation as a
-        closure. Returns the mean loss of a sample, which also becomes the client's training loss in
-        the records."""
-        mean = ops.train(loss, modules, self.batches, self.train, self.device.type, lr)
+        closure. `lr` replaces --train.lr, for all modules or for each; `clip` holds if --train.clip
+        is not set. Returns the mean loss of a sample, which also becomes the client's training loss
+        in the records."""
+        mean = ops.train(loss, modules, self.batches, self.train, self.device.type, lr, clip)
         self.losses.append(mean)
         return mean
 

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.config import TrainConfig
@@ -85,6 +86,16 @@ def class_means(features: Callable[[Tensor], Tensor], batches: Batches) -> tuple
     return sums[classes] / counts[classes].unsqueeze(1), classes
 
 
+def kl(teacher: Tensor, student: Tensor, *, htfllib: bool = False) -> Tensor:
+    """KL(softmax teacher || softmax student) of two models' logits, the mean of a sample; the
+    teacher does not learn from it. `htfllib` is what HtFLlib computes: also divided by the number
+    of classes, and the teacher learns too."""
+    target = (teacher if htfllib else teacher.detach()).log_softmax(dim=1)
+    found = student.log_softmax(dim=1)
+    distance = F.kl_div(found, target, reduction="batchmean", log_target=True)
+    return distance / teacher.shape[1] if htfllib else distance
+
+
 def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
     """A context, good for many uses, in which forward passes run at `precision`."""
     return torch.autocast(device, dtype=torch.bfloat16) if precision == "bf16" else nullcontext()
@@ -109,23 +120,31 @@ def train(
     batches: Callable[[], Batches],
     config: TrainConfig,
     device: str,
-    lr: float | None = None,
+    lr: float | Sequence[float] | None = None,
+    clip: float | None = None,
 ) -> float:
-    """The training loop of a client: `config.epochs` passes over `batches()`. Returns the mean loss
-    of a sample."""
-    optimizer = make_optimizer(modules, config, lr)
+    """The training loop of a client: `config.epochs` passes over `batches()`, at one `lr` or at one
+    for each module. `clip` holds if `config` has none. Returns the mean loss of a sample."""
+    if isinstance(lr, Sequence):
+        each = zip(modules, lr, strict=True)
+        optimizers = [make_optimizer([module], config, rate) for module, rate in each]
+    else:
+        optimizers = [make_optimizer(modules, config, lr)]
+    clip = clip if config.clip is None else config.clip
     forward = autocast(config.precision, device)
     total, count = torch.zeros((), device=device), 0
     for _ in range(config.epochs):
         for x, y in batches():
-            optimizer.zero_grad(set_to_none=True)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=True)
             with forward, single_sample(modules, len(x)):
                 value = loss(x, y)
             value.backward()  # type: ignore[no-untyped-call]
-            if config.clip is not None:
+            if clip is not None:
                 for module in modules:
-                    nn.utils.clip_grad_norm_(module.parameters(), config.clip)
-            optimizer.step()
+                    nn.utils.clip_grad_norm_(module.parameters(), clip)
+            for optimizer in optimizers:
+                optimizer.step()
             total += value.detach() * len(x)
             count += len(x)
         if not bool(total.isfinite()):

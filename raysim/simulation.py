@@ -196,7 +196,9 @@ class Simulation:
         self.first_round = time.time()
 
     def _context(self, number: int) -> ServerContext:
-        return ServerContext(number, self.config.clients, self.task, self.fleet, self.device)
+        return ServerContext(
+            number, self.config.clients, self.task, self.fleet, self.device, self.config.rounds
+        )
 
     def _server_tree(self) -> Any:
         return None if self.server is None else state_tree(self.server)

@@ -168,6 +168,7 @@ class Worker:
             augmentation=self.config.data.augment,
             eval_batch_size=self.config.eval.batch_size,
             losses=[],
+            rounds=self.config.rounds,
         )
 
     def _wake(self, client_id: int, state: Packed | None, ctx: ClientContext) -> Any:

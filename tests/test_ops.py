@@ -1,6 +1,7 @@
 """The small operations that methods share, worked by hand."""
 
 from collections.abc import Callable, Iterator
+from math import log
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from raysim import (
     evaluating,
     fit,
     get_weights,
+    kl,
     set_weights,
     weighted_mean,
 )
@@ -252,6 +254,42 @@ def test_batch_norm_trains_again_after_a_failure() -> None:
     assert norm.training
 
 
+# Distillation
+
+
+def test_kl_by_hand_is_the_mean_of_a_sample_and_teaches_the_student_only() -> None:
+    """Two samples of two classes. The first teacher answers (3/4, 1/4) and its student (1/2, 1/2):
+    KL = 3/4 ln(3/2) + 1/4 ln(1/2). The second agree: 0. The mean is half of the first.
+
+    The student's gradient is (softmax student - softmax teacher) / samples."""
+    teacher = torch.tensor([[log(3), 0.0], [5.0, 5.0]], requires_grad=True)
+    student = torch.tensor([[1.0, 1.0], [2.0, 2.0]], requires_grad=True)
+    value = kl(teacher, student)
+    value.backward()  # type: ignore[no-untyped-call]
+    first = 0.75 * log(1.5) + 0.25 * log(0.5)
+    assert value.item() == pytest.approx(first / 2, rel=1e-5)
+    assert teacher.grad is None
+    assert student.grad is not None
+    assert_close(student.grad, torch.tensor([[-0.125, 0.125], [0.0, 0.0]]))
+
+
+def test_kl_as_htfllib_computes_it_is_divided_by_the_classes_and_teaches_both() -> None:
+    """Three classes: a third of the above. The teacher q's gradient at class c is
+    q_c (ln(q_c / p_c) - KL) / 3 with p the student: for q = (1/2, 1/4, 1/4), p = 1/3 each,
+    KL = 1/2 ln(3/2) + 1/2 ln(3/4)."""
+    teacher = torch.tensor([[log(2), 0.0, 0.0]], requires_grad=True)
+    student = torch.zeros(1, 3, requires_grad=True)
+    value = kl(teacher, student, htfllib=True)
+    value.backward()  # type: ignore[no-untyped-call]
+    distance = 0.5 * log(1.5) + 0.5 * log(0.75)
+    assert value.item() == pytest.approx(distance / 3, rel=1e-5)
+    assert student.grad is not None
+    assert_close(student.grad, torch.tensor([[1 / 3 - 1 / 2, 1 / 12, 1 / 12]]) / 3)
+    assert teacher.grad is not None
+    slopes = [0.5 * (log(1.5) - distance), *[0.25 * (log(0.75) - distance)] * 2]
+    assert_close(teacher.grad, torch.tensor([slopes]) / 3, rtol=1e-4, atol=1e-6)
+
+
 # The training loop of a client
 
 
@@ -310,6 +348,33 @@ def test_each_module_is_clipped_by_its_own_norm() -> None:
     train(loss, [first, second], lambda: ONE_BATCH, TrainConfig(lr=1, clip=1), "cpu")
     assert first.weight.item() == pytest.approx(1)
     assert second.weight.item() == pytest.approx(1.5)
+
+
+def test_the_clip_of_the_call_holds_where_none_is_configured() -> None:
+    """The gradient 20 becomes 2; with --train.clip 1 set, 1."""
+    for configured, left in ((None, 1.9), (1.0, 1.95)):
+        module = scale(2)
+        config = TrainConfig(lr=0.05, clip=configured)
+        train(squared(module), [module], lambda: ONE_BATCH, config, "cpu", clip=2.0)
+        assert module.weight.item() == pytest.approx(left)
+
+
+def test_each_module_may_have_a_learning_rate_of_its_own() -> None:
+    """Gradients 20 and 0.5, twice: 2 - 0.05 * 20 = 1, then 1 - 0.05 * 10 = 0.5; 2 - 2 * 0.5."""
+    first, second = scale(2), scale(2)
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return squared(first)(x, y) + 0.5 * second.weight.sum()
+
+    config = TrainConfig(lr=7, epochs=2)
+    train(loss, [first, second], lambda: ONE_BATCH, config, "cpu", lr=[0.05, 1.0])
+    assert first.weight.item() == pytest.approx(0.5)
+    assert second.weight.item() == pytest.approx(1)
+
+
+def test_learning_rates_that_do_not_match_the_modules_are_an_error() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        train(squared(scale(2)), [scale(2)], lambda: ONE_BATCH, TrainConfig(), "cpu", lr=[1, 2])
 
 
 def test_the_mean_loss_weighs_samples_not_batches() -> None:
