@@ -51,8 +51,8 @@ class Server:
 @dataclass(frozen=True)
 class LG_FedAvg(Method[ClientState, Server]):
     weighting: Literal["samples", "uniform"] = "samples"
-    """How heads are averaged: by n_k as in the paper and HtFLlib, or equally as the authors' code
-    does."""
+    """How heads are averaged: by n_k as in FedAvg and HtFLlib, or equally as in the authors' code.
+    """
 
     def init_server(self, ctx: ServerContext) -> Server:
         return Server(head=ctx.build_head())
