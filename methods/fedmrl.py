@@ -11,11 +11,14 @@ Yi et al., NeurIPS 2024. https://arxiv.org/abs/2406.00488
        (theta_k, omega_k, phi_k) <- SGD on the loss, E epochs
     3  upload theta_k
 
-    Inference ("mix-large"): F_hd(R)
+    Inference: mix-large  F_hd(R)        single-large  F_hd(F_ex(x))
+               mix-small  G_hd(R[:d1])   single-small  G_hd(G_ex(x))
 
 Where we differ from the public codes: uploads are copies (in the authors' code all of them are the
 last client's model), every client keeps its projector (HtFLlib's port never saves it) and its
-optimizer is born anew in every round.
+optimizer is born anew in every round. Our choices: `mrl` has both readings of "without MRL", which
+the paper does not define. MRL-E, its future work, puts F_hd's first d1 columns wherever G_hd stands
+(as the authors' homogeneous script does), so G is sent without a head.
 """
 
 from collections.abc import Sequence
@@ -67,14 +70,18 @@ class Server:
 @dataclass(frozen=True)
 class FedMRL(Method[Client, Server]):
     shared_model: str = "cnn5"
-    """Architecture of the shared model G."""
+    """Architecture of the shared model G; homogeneous FedMRL has cnn1 here and in the fleet."""
     d1: int = 100
-    """Width of the coarse representation, at most the clients' own width d2 (--fleet.feature-dim).
-    """
+    """Width of the coarse representation, at most d2, the clients' own (--fleet.feature-dim)."""
     coarse_weight: float = 1.0
     """m_lc, weight of the shared head's loss."""
     fine_weight: float = 1.0
     """m_hf, weight of the private head's loss."""
+    mrl: Literal["full", "efficient", "fine", "apart"] = "full"
+    """`efficient` is MRL-E: no shared head, the private one serves R[:d1] too. Without MRL: `fine`
+    leaves out the coarse loss; `apart` the projector, so each head sees its own extractor only."""
+    inference: Literal["mix-small", "mix-large", "single-small", "single-large"] = "mix-large"
+    """The inference model that the run's accuracy is of; all of them are in variants.parquet."""
     weighting: Literal["samples", "uniform"] = "samples"
     """How uploads are averaged: by n_k as the paper says, or equally as HtFLlib does."""
 
@@ -86,16 +93,22 @@ class FedMRL(Method[Client, Server]):
             )
         if self.shared_model not in zoo.names():
             raise unknown("model", self.shared_model, zoo.names(), "--hp.shared-model")
+        if self.mrl == "apart" and self.inference.startswith("mix"):
+            single = self.inference.replace("mix", "single")
+            raise ConfigError(f"--hp.mrl apart mixes nothing. Add --hp.inference {single}")
 
     def init_server(self, ctx: ServerContext) -> Server:
-        return Server(shared=ctx.build_model(self.shared_model, feature_dim=self.d1))
+        return Server(self.build_shared(ctx))
 
     def init_client(self, model: SplitModel, ctx: ClientContext) -> Client:
-        return Client(
-            model=model,
-            shared=ctx.build_model(self.shared_model, feature_dim=self.d1),
-            projector=nn.Linear(self.d1 + model.feature_dim, model.feature_dim),
-        )
+        d2 = model.feature_dim
+        return Client(model, self.build_shared(ctx), nn.Linear(self.d1 + d2, d2))
+
+    def build_shared(self, ctx: ServerContext | ClientContext) -> SplitModel:
+        shared = ctx.build_model(self.shared_model, feature_dim=self.d1)
+        if self.mrl == "efficient":
+            shared.head = nn.Identity()  # type: ignore[assignment]
+        return shared
 
     def broadcast(self, server: Server, cohort: Sequence[int], ctx: ServerContext) -> Download:
         return Download(get_weights(server.shared))
@@ -105,31 +118,42 @@ class FedMRL(Method[Client, Server]):
 
     def client_update(self, client: Client, message: Download, ctx: ClientContext) -> Upload:
         def loss(x: Tensor, y: Tensor) -> Tensor:
-            fused = self.fuse(client, x)
-            coarse = F.cross_entropy(client.shared.head(fused[:, : self.d1]), y)
-            fine = F.cross_entropy(client.model.head(fused), y)
-            return self.coarse_weight * coarse + self.fine_weight * fine
+            small, large = client.shared.features(x), client.model.features(x)
+            if self.mrl != "apart":
+                small = large = client.projector(torch.cat([small, large], dim=1))
+            fine = self.fine_weight * F.cross_entropy(client.model.head(large), y)
+            if self.mrl == "fine":
+                return fine
+            return self.coarse_weight * F.cross_entropy(self.coarse(client, small), y) + fine
 
         ctx.fit(loss, client.model, client.shared, client.projector)
         return Upload(get_weights(client.shared))
 
     def expected(self, client_id: int, ctx: ServerContext) -> Upload:
-        return Upload(ctx.weights_like(self.shared_model, self.d1))
+        whole = ctx.weights_like(self.shared_model, self.d1)
+        headless = {name: it for name, it in whole.items() if not name.startswith("head.")}
+        return Upload(headless if self.mrl == "efficient" else whole)
 
     def server_update(
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext
     ) -> None:
         shares = [reply.num_samples if self.weighting == "samples" else 1 for reply in replies]
-        set_weights(
-            server.shared, weighted_mean([reply.payload.shared for reply in replies], shares)
-        )
+        mean = weighted_mean([reply.payload.shared for reply in replies], shares)
+        set_weights(server.shared, mean)
 
-    def predict(self, client: Client, x: Tensor) -> Tensor:
-        scores: Tensor = client.model.head(self.fuse(client, x))
-        return scores
+    def variants(self, client: Client, x: Tensor) -> dict[str, Tensor]:
+        small, large, head = client.shared.features(x), client.model.features(x), client.model.head
+        single = {"single-small": self.coarse(client, small), "single-large": head(large)}
+        if self.mrl == "apart":
+            return single
+        fused = client.projector(torch.cat([small, large], dim=1))
+        return {"mix-small": self.coarse(client, fused), "mix-large": head(fused), **single}
 
-    def fuse(self, client: Client, x: Tensor) -> Tensor:
-        """Both representations, the shared one first, projected: (batch, d2)."""
-        both = [client.shared.features(x), client.model.features(x)]
-        fused: Tensor = client.projector(torch.cat(both, dim=1))
-        return fused
+    @property
+    def headline(self) -> str:
+        return self.inference
+
+    def coarse(self, client: Client, r: Tensor) -> Tensor:
+        """The scores of the first d1 features."""
+        head = client.model.head if self.mrl == "efficient" else client.shared.head
+        return F.linear(r[:, : self.d1], head.weight[:, : self.d1], head.bias)

@@ -189,6 +189,7 @@ def summary_table(summary: Mapping[str, Any], out: str) -> Text:
         spread = f"{percent(row['accuracy_mean'])} ± {percent(row['accuracy_std'])}"
         accuracy, loss = percent(row["accuracy"]), decimal(row["test_loss"])
         rows.append((name, f"{row['round']:>5}  {accuracy:>10}  {spread:>17}  {loss:>9}"))
+    rows += _variants(summary.get("variants", {}))
     rows += [("", ""), ("traffic", f"{'scalars':>24}  {'bytes':>23}")]
     for way in ("up", "down"):
         n, size = summary[f"scalars_{way}"], summary[f"bytes_{way}"]
@@ -203,8 +204,23 @@ def summary_table(summary: Mapping[str, Any], out: str) -> Text:
     load = f"from raysim import Result; Result.load({out!r}).rounds.to_pandas()"
     again = f"python -m raysim.launch --config {shlex.quote(f'{out}/config.yaml')}"
     rows += [("digest", summary["digest"]), ("folder", out), ("", "rounds.parquet clients.parquet")]
-    rows += [("", "messages.parquet split.parquet"), ("Python", load), ("run again", again)]
+    more = " variants.parquet" if "variants" in summary else ""
+    rows += [("", f"messages.parquet split.parquet{more}"), ("Python", load), ("run again", again)]
     return Text("\n").join(Text.assemble((f"{k:<10}" if v else "", "dim"), v) for k, v in rows)
+
+
+def _variants(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Each inference model of a method that has several: by samples, and the clients' mean."""
+    if not found:
+        return []
+    width = max(len("variants"), *map(len, found))
+    columns = "".join(f"{title:>9}" for title in ("final", "mean", "best", "mean"))
+    rows = [("", ""), (f"{'variants':<{width}}", f"{columns}  round")]
+    for name, row in found.items():
+        pairs = ((row[when]["accuracy"], row[when]["accuracy_mean"]) for when in ("final", "best"))
+        columns = "".join(f"{percent(share):>9}" for pair in pairs for share in pair)
+        rows.append((f"{name:<{width}}", f"{columns}  {row['best']['round']:>5}"))
+    return rows
 
 
 def _header(event: Started) -> list[tuple[str, str]]:

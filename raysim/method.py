@@ -9,7 +9,7 @@ a round:
     1  broadcast            ->  2  receive
                                 3  client_update
     4  server_update       <-
-    evaluation, on a copy:      receive, predict
+    evaluation, on a copy:      receive, predict or variants
 """
 
 from __future__ import annotations
@@ -213,8 +213,21 @@ class Method(Generic[C, S]):
 
     def predict(self, client: C, x: Tensor) -> Tensor:
         """Scores, (batch, classes); the largest is the answer, -inf means "never"."""
-        scores: Tensor = client.model(x)
+        scores: Tensor = (
+            self.variants(client, x)[self.headline] if self.headline else client.model(x)
+        )
         return scores
+
+    def variants(self, client: C, x: Tensor) -> dict[str, Tensor]:
+        """Scores of further ways to answer, by name, for a method that has several inference
+        models. Each is tested and recorded beside the headline; none costs nothing."""
+        return {}
+
+    @property
+    def headline(self) -> str:
+        """The variant whose answers are the run's accuracy: its scores are then used as they are,
+        and `predict` is not asked, which saves a forward pass. Empty: `predict` is none of them."""
+        return ""
 
     def round(self, server: S, cohort: Cohort, ctx: ServerContext) -> None:
         """One round; override it to talk to the clients more than once."""

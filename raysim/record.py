@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,10 @@ from raysim.fleet import Fleet
 
 Row = dict[str, Any]
 
-FILES = ("config.yaml", "rounds.parquet", "clients.parquet", "messages.parquet", "split.parquet")
+FILES = (
+    "config.yaml", "rounds.parquet", "clients.parquet", "messages.parquet", "split.parquet",
+    "variants.parquet",
+)  # fmt: skip
 SUMMARY = "summary.json"
 
 _INT, _FLOAT, _TEXT = pa.int64(), pa.float64(), pa.string()
@@ -52,14 +56,22 @@ MESSAGES = pa.schema(
         "scalars": _INT, "numbers": _INT, "bytes": _INT,
     }
 )  # fmt: skip
+VARIANTS = pa.schema(
+    {
+        "round": _INT, "client": _INT, "model": _TEXT, "variant": _TEXT,
+        "samples": _INT, "accuracy": _FLOAT,
+    }
+)  # fmt: skip
 
 
 class Table:
-    """Rows that grow, kept as Arrow and rewritten as one Parquet file."""
+    """Rows that grow, kept as Arrow and rewritten as one Parquet file. One that is `optional` has
+    no file until it has rows."""
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, optional: bool = False) -> None:
         self.path = path
         self.schema = schema
+        self.optional = optional
         self._done = schema.empty_table()
         self._cost = 0.0
         self._written = 0.0
@@ -71,12 +83,18 @@ class Table:
     def write(self, last: bool = False) -> None:
         """Rewrite the file, unless that took more than 5 % of the time since it was last done: then
         at a later round, or at the end."""
+        if self.optional and not self._done.num_rows and not self.path.exists():
+            return
         now = time.perf_counter()
         if not last and self._cost > 0.05 * (now - self._written):
             return
         write_parquet(self._done, self.path)
         self._written = time.perf_counter()
         self._cost = self._written - now
+
+    def column(self, name: str) -> list[Any]:
+        values: list[Any] = self._done[name].to_pylist()
+        return values
 
     def reset(self, table: pa.Table | None) -> None:
         self._done = self.schema.empty_table() if table is None else table.cast(self.schema)
@@ -90,6 +108,7 @@ class Recorder:
         self.rounds: dict[int, Row] = {}
         self.clients = Table(out / "clients.parquet", CLIENTS)
         self.messages = Table(out / "messages.parquet", MESSAGES)
+        self.variants = Table(out / "variants.parquet", VARIANTS, optional=True)
 
     def open(
         self, config: Config, fleet: Fleet, split: Split, labels: Any, classes: int, again: bool
@@ -128,6 +147,10 @@ class Recorder:
             only_then = (pc.field("phase") == "eval") & pc.field("round").isin(extra)
             clients = clients.filter(~only_then)
         self.clients.reset(clients)
+        variants = known("variants.parquet")
+        if variants is not None:
+            variants = variants.filter(~pc.field("round").isin(extra))
+        self.variants.reset(variants)
         self.write(last=True)
 
     def round(self, number: int, **values: Any) -> None:
@@ -141,11 +164,30 @@ class Recorder:
             for number in sorted(self.rounds)
         ]
 
+    def variant_history(self) -> list[Row]:
+        """The accuracy of every variant in every round: by samples, and the clients' mean."""
+        found: dict[tuple[int, str], list[tuple[int, float]]] = {}
+        names = ("round", "variant", "samples", "accuracy")
+        for number, variant, samples, accuracy in zip(
+            *map(self.variants.column, names), strict=True
+        ):
+            found.setdefault((number, variant), []).append((samples, accuracy))
+        return [
+            {
+                "round": number,
+                "variant": variant,
+                "accuracy": sum(round(n * share) for n, share in one) / sum(n for n, _ in one),
+                "accuracy_mean": statistics.fmean(share for _, share in one),
+            }
+            for (number, variant), one in sorted(found.items(), key=lambda item: item[0][0])
+        ]
+
     def write(self, last: bool = False) -> None:
         table = pa.Table.from_pylist(self.history(), ROUNDS)
         write_parquet(table, self.out / "rounds.parquet")
         self.clients.write(last)
         self.messages.write(last)
+        self.variants.write(last)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """The summary comes last: a folder that has one holds a finished run."""

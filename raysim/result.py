@@ -16,7 +16,7 @@ from raysim.config import Config
 from raysim.console import Console, make_console
 from raysim.errors import RunError
 from raysim.events import Failed, Finished
-from raysim.record import SUMMARY
+from raysim.record import SUMMARY, VARIANTS
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,13 @@ class Result:
     def messages(self) -> pa.Table:
         """The ledger: one row for each field of each message."""
         return pq.read_table(self.out / "messages.parquet")
+
+    @cached_property
+    def variants(self) -> pa.Table:
+        """One row for each client, round and inference model of a method that has several; empty
+        for the others."""
+        path = self.out / "variants.parquet"
+        return pq.read_table(path) if path.exists() else VARIANTS.empty_table()
 
     @cached_property
     def split(self) -> pa.Table:

@@ -134,15 +134,15 @@ class Simulation:
         config = self.config
         if config.checkpoint_every:
             self._save(wait=True)
-        rows = self.recorder.history()
+        rows, variants = self.recorder.history(), self.recorder.variant_history()
         self.counters["actors_lost"] += self.backend.actors_lost
         server = wire.pack(self._server_tree(), "server")
         summary = summarize(
-            config, rows, self.counters, self.backend.num_actors,
+            config, rows, self.counters, self.backend.num_actors, variants=variants,
             total=time.time() - self.started, wall=time.time() - self.first_round,
         )  # fmt: skip
         summary["split_digest"] = self.split_digest
-        summary["digest"] = digest(server, self.backend.states(), rows)
+        summary["digest"] = digest(server, self.backend.states(), rows, variants)
         self.recorder.close(summary)
         self.emit(Finished(summary))
         return summary
@@ -299,6 +299,17 @@ class Simulation:
             accuracy_mean=statistics.fmean(shares) if shares else math.nan,
         )  # fmt: skip
         self.recorder.clients.append(rows)
+        variants = [
+            {
+                "round": number, "client": client, "model": self.fleet.model_of(client),
+                "variant": name, "samples": result.samples, "accuracy": right / result.samples,
+            }
+            for client, outcome in zip(ids, outcomes, strict=True)
+            if (result := outcome.evaluation) is not None
+            for name, right in result.variants
+        ]  # fmt: skip
+        if variants:
+            self.recorder.variants.append(variants)
         self.emit(Evaluated(number, accuracy, std, mean_loss, len(tested)))
 
     def _save(self, wait: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysim.config import Config
@@ -20,10 +20,11 @@ def summarize(
     *,
     total: float,
     wall: float,
+    variants: Sequence[Row] = (),
 ) -> dict[str, Any]:
     """`total` counts from the command, `wall` from the first round; both in seconds."""
     evaluated = [row for row in rows if row["accuracy"] is not None]
-    best = max(evaluated, key=lambda row: (row["accuracy"], -row["round"]))
+    best = _best(evaluated)
     busy = counters["training"] + counters["evaluation"]
     units = ("scalars_up", "scalars_down", "bytes_up", "bytes_down")
     return {
@@ -35,6 +36,7 @@ def summarize(
         "seed": config.seed,
         "final": _scores(evaluated[-1]),
         "best": _scores(best),
+        **({"variants": _variants(variants)} if variants else {}),
         **{unit: sum(row[unit] for row in rows) for unit in units},
         "selected": {
             "done": int(counters["done"]),
@@ -59,12 +61,36 @@ def _scores(row: Row) -> Row:
     return {key: row[key] for key in keys}
 
 
-def digest(server: Packed, states: Iterable[tuple[int, Packed]], rows: list[Row]) -> str:
+def _best(rows: Sequence[Row]) -> Row:
+    return max(rows, key=lambda row: (row["accuracy"], -row["round"]))
+
+
+def _variants(rows: Sequence[Row]) -> dict[str, Any]:
+    """Final and best accuracy of each inference model."""
+    summary = {}
+    for name in dict.fromkeys(row["variant"] for row in rows):
+        own = [row for row in rows if row["variant"] == name]
+        ends = {"final": own[-1], "best": _best(own)}
+        summary[name] = {
+            end: {key: row[key] for key in ("round", "accuracy", "accuracy_mean")}
+            for end, row in ends.items()
+        }
+    return summary
+
+
+def digest(
+    server: Packed,
+    states: Iterable[tuple[int, Packed]],
+    rows: list[Row],
+    variants: Sequence[Row] = (),
+) -> str:
     """SHA-256 over the final server state, the state of every client that trained, and the metric
-    history. Time is no part of it."""
+    history, with the variants' if the method has any. Time is no part of it."""
     sha = hashlib.sha256(server.digest().encode())
     for client, state in states:
         sha.update(f"{client}:{state.digest()}".encode())
     timeless = [k for k in rows[0] if k != "elapsed" and not k.endswith("seconds")]
     sha.update(json.dumps([[row[key] for key in timeless] for row in rows]).encode())
+    if variants:
+        sha.update(json.dumps([list(row.values()) for row in variants]).encode())
     return sha.hexdigest()

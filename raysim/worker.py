@@ -7,6 +7,7 @@ client for each architecture, into which the state of whoever is next is loaded.
 
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from raysim import ops, wire
 from raysim.config import Config
@@ -47,6 +48,8 @@ class Evaluation(NamedTuple):
     loss: float
     """Mean cross-entropy of a sample; may be infinite for methods that give some classes no score.
     """
+    variants: tuple[tuple[str, int], ...] = ()
+    """How many were right by each of the method's variants; none if there was nothing to test."""
 
 
 class Failure(NamedTuple):
@@ -135,16 +138,20 @@ class Worker:
             self.method.receive(client, message, ctx)
         rows = self._test_rows(ctx.client_id)
         ctx = replace(ctx, indices=rows)
-        correct, loss = 0, 0.0
+        correct, loss, headline = 0, 0.0, self.method.headline
+        right: Counter[str] = Counter()
         with ops.evaluating(*_modules(client)), ctx.autocast():
             for x, y in ctx.samples():
-                scores = self.method.predict(client, x).float()
-                best, guess = scores.max(dim=1)
-                correct += int(((guess == y) & best.isfinite()).sum())
+                named = {name: s.float() for name, s in self.method.variants(client, x).items()}
+                right.update({name: _judge(scores, y)[0] for name, scores in named.items()})
+                scores = named[headline] if headline else self.method.predict(client, x).float()
+                hits, answered = _judge(scores, y)
+                correct += hits
                 losses = F.cross_entropy(scores, y, reduction="none")
-                loss += float(losses.masked_fill(~best.isfinite(), torch.inf).sum())
+                loss += float(losses.masked_fill(~answered, torch.inf).sum())
         mean = loss / len(rows) if len(rows) else float("nan")
-        return Outcome(evaluation=Evaluation(correct, len(rows), mean), samples=len(rows))
+        evaluation = Evaluation(correct, len(rows), mean, tuple(right.items()))
+        return Outcome(evaluation=evaluation, samples=len(rows))
 
     def _test_rows(self, client_id: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         if self.config.eval.data == "local":
@@ -189,6 +196,13 @@ class Worker:
         if state is not None:
             load_state(client, wire.peek(state, self.messages), self.device)
         return client
+
+
+def _judge(scores: Tensor, y: Tensor) -> tuple[int, Tensor]:
+    """How many answers are right, and which samples got one: a finite score."""
+    best, guess = scores.max(dim=1)
+    answered = best.isfinite()
+    return int(((guess == y) & answered).sum()), answered
 
 
 def _modules(client: Any) -> list[nn.Module]:
