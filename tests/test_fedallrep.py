@@ -31,13 +31,13 @@ def reply(client: int, r: Sequence[Sequence[float]], y: Sequence[int]) -> Reply[
 
 def test_client_sends_every_representation_with_its_class_in_order() -> None:
     """r(x) = F x with F = [[1, 1], [0, 2]], which a step so small leaves where it is."""
-    data = tiny.points([(0, 4), (3, 6), (2, 0), (9, 9)], [0, 2, 0, 1], num_classes=3)
+    data = tiny.points([(0, 4), (3, 6), (2, 0), (9, 9)], [0, 2, 1, 1], num_classes=3)
     client = ClientState(tiny.model(head=[[0, 0]] * 3, features=[[1, 1], [0, 2]]))
     download = Download(get_weights(tiny.linear([[0, 0]] * 3)))
     ctx = tiny.client_context(data, [0, 1, 2], eval_batch_size=2, lr=1e-9)
     upload = tiny.update(FedAllRep(), client, download, ctx)
     assert_close(upload.representations, torch.tensor([[4.0, 8.0], [9.0, 12.0], [2.0, 0.0]]))
-    assert upload.labels.tolist() == [0, 2, 0]
+    assert upload.labels.tolist() == [0, 2, 1]
 
 
 def test_representations_are_the_trained_models_in_eval_mode_over_all_of_the_clients_data() -> None:
