@@ -129,6 +129,11 @@ class DriverConfig:
     """GPUs reserved for the driver (server-side training runs there)."""
 
 
+class Sealed(dict[str, Any]):
+    """The hyper-parameters of a Config that was checked elsewhere, in a process that does not run
+    the method and need not load it."""
+
+
 @dataclass(frozen=True)
 class Config:
     """Simulate model-heterogeneous federated learning."""
@@ -182,6 +187,10 @@ class Config:
     """Text of the user's own method file; filled in by raysim so that every machine has it."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.out, str):  # as a notebook would have it
+            object.__setattr__(self, "out", Path(self.out))
+        if isinstance(self.hp, Sealed):
+            return
         import methods
 
         if self.source is None:
@@ -224,7 +233,7 @@ class Config:
 
     def to_tree(self, source: bool = True) -> Tree:
         """As nested plain values; `source` keeps the text of a user's own method file."""
-        tree: Tree = plain(self)
+        tree: Tree = plain(self) | ({"hp": dict(self.hp)} if isinstance(self.hp, Sealed) else {})
         if not source:
             tree.pop("source")
         return tree

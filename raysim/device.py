@@ -1,7 +1,9 @@
 """What this process may use: the device that Ray assigned, not what the machine has; and memory."""
 
 import ctypes
+import importlib.abc
 import sys
+from typing import Any
 
 import torch
 
@@ -20,6 +22,24 @@ def assigned_device(gpu_share: float) -> torch.device:
     if gpu_share < 1:
         torch.cuda.set_per_process_memory_fraction(gpu_share, device)
     return device
+
+
+def arrow_without_pandas() -> None:
+    """Keep pyarrow from importing pandas, which it does at the first array it makes if pandas is
+    installed: 60 MiB. `to_pandas` still finds it later."""
+    import pyarrow as pa
+
+    class NoPandas(importlib.abc.MetaPathFinder):
+        def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+            if name == "pandas":
+                raise ImportError("not needed here")
+
+    refuse = NoPandas()
+    sys.meta_path.insert(0, refuse)
+    try:
+        pa.array([0])
+    finally:
+        sys.meta_path.remove(refuse)
 
 
 def keep_freed_memory(bytes: int = 2**26) -> None:

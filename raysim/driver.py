@@ -1,4 +1,7 @@
-"""The driver actor: simulates inside the cluster and streams events to whoever watches."""
+"""The driver actor: simulates inside the cluster and streams events to whoever watches.
+
+What simulates is imported in the actor, not here: the launcher needs this class, but not torch.
+"""
 
 import secrets
 import threading
@@ -9,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 
-from raysim.backends.ray import RayBackend
 from raysim.config import Config
 from raysim.errors import RaysimError
 from raysim.events import Event, Failed
-from raysim.record import FILES, SUMMARY
-from raysim.simulation import Simulation
 
 Poll = tuple[str, list[Event], tuple[int, int], bool]
 
@@ -48,9 +47,17 @@ class DriverActor:
 
     def _run(self) -> None:
         """Simulate to the end. Whatever happens reaches the watchers as an event."""
-        torch.set_num_threads(1)
-        backend = RayBackend(f"{self._name}-{self._life}", self._watch)
+        backend = None
         try:
+            import torch
+
+            from raysim.backends.ray import RayBackend
+            from raysim.device import arrow_without_pandas
+            from raysim.simulation import Simulation
+
+            torch.set_num_threads(1)
+            arrow_without_pandas()
+            backend = RayBackend(f"{self._name}-{self._life}", self._watch)
             Simulation(
                 self._config,
                 backend,
@@ -62,7 +69,8 @@ class DriverActor:
         except Exception as error:
             self._emit(failed(error))
         finally:
-            backend.close()
+            if backend is not None:
+                backend.close()
             with self._news:
                 self._done = True
                 self._news.notify_all()
@@ -87,6 +95,8 @@ class DriverActor:
 
     def files(self) -> dict[str, bytes]:
         """What the run wrote, for a launcher that does not share this node's disk."""
+        from raysim.record import FILES, SUMMARY
+
         out = Path(self.out())
         names = (*FILES, SUMMARY, "method.py")
         return {name: (out / name).read_bytes() for name in names if (out / name).exists()}

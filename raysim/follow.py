@@ -1,35 +1,43 @@
-"""The launcher's side of a run on a cluster: start a driver, follow it, stop it."""
+"""The launcher's side of a run on a cluster: start a driver, follow it, stop it. Without torch."""
 
 import secrets
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import zoo
-from raysim import preflight
-from raysim.backends.objects import node_resources
-from raysim.backends.plan import make_plan
-from raysim.cluster import connected
-from raysim.config import Config
+from raysim import errors, preflight
+from raysim.cluster import connected, node_resources
+from raysim.config import Config, Sealed
 from raysim.console import Console
 from raysim.driver import DriverActor
 from raysim.errors import ClusterError, ConfigError
 from raysim.events import Failed, Finished, Note
-from raysim.fleet import gpu_shares
+from raysim.plan import make_plan
 
 NAMESPACE = "raysim"
 End = Finished | Failed
 
 
-def drive(config: Config, console: Console, started: float, resume: bool) -> End | None:
+class Launch(NamedTuple):
+    """A run that is ready to start: checked, its models named and their GPU shares known."""
+
+    config: Config
+    models: Sequence[str]
+    shares: dict[str, float]
+    started: float
+    resume: bool
+
+
+def drive(launch: Launch, console: Console) -> End | None:
     """Run a simulation on a cluster and show what happens until it ends; None if it goes on without
     us."""
+    config = launch.config
     assert config.out is not None
     if config.detach and not config.address:
         raise ConfigError(
@@ -37,15 +45,14 @@ def drive(config: Config, console: Console, started: float, resume: bool) -> End
             "'ray start --head' and add --address auto"
         )
     with connected(config) as dashboard:
-        models = zoo.expand(config.fleet.models)
-        make_plan(config, models, dict(gpu_shares(config.fleet.gpus, models)), node_resources())
+        make_plan(config, launch.models, launch.shares, node_resources())
         for note in preflight.examine(config) if config.address else []:
             console.show(Note(note))
         if dashboard:
             token = "its token: ray get-auth-token"
             console.show(Note(f"dashboard: http://{dashboard} ({token})"))
         name = f"raysim-{config.out.name}-{secrets.token_hex(2)}"
-        driver = _create(config, name, started, resume)
+        driver = _create(config, name, launch.started, launch.resume)
         if config.detach:
             console.show(Note(f"the run is {name}; follow it with --attach {name}"))
             ray.get(driver.out.remote())  # it lives
@@ -58,7 +65,7 @@ def drive(config: Config, console: Console, started: float, resume: bool) -> End
 
 def attach(name: str, address: str | None, console: Console) -> End | None:
     """Follow a run that was left on a cluster."""
-    with connected(Config(address=address or "auto")):
+    with connected(_joining(address)):
         driver = _find(name)
         out = Path(ray.get(driver.out.remote()))
         end = _follow(driver, name, console, out, leave=True)
@@ -69,12 +76,26 @@ def attach(name: str, address: str | None, console: Console) -> End | None:
 
 def stop(name: str, address: str | None, console: Console) -> End | None:
     """Ask a run that was left on a cluster to save a checkpoint and end, and wait until it has."""
-    with connected(Config(address=address or "auto")):
+    with connected(_joining(address)):
         driver = _find(name)
         ray.get(driver.stop.remote())
         end = _follow(driver, name, console, Path(ray.get(driver.out.remote())))
         ray.kill(driver)
         return end
+
+
+def report(end: End | None) -> None:
+    """Raise what happened in the driver actor as an exception here."""
+    if isinstance(end, Failed):
+        kind: Any = getattr(errors, end.kind, errors.RaysimError)
+        error = kind(end.message, end.traceback) if end.traceback else kind(end.message)
+        error.exit_code = end.exit_code
+        error.cause = end.traceback
+        raise error
+
+
+def _joining(address: str | None) -> Config:
+    return Config(address=address or "auto", hp=Sealed())
 
 
 def _find(name: str) -> Any:

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raysim.config import TrainConfig
+from raysim.sgd import SGD
 from raysim.wire import Weights
 
 Loss = Callable[..., Tensor]
 Batches = Iterable[tuple[Tensor, Tensor]]
+Optimizer = SGD | torch.optim.Optimizer
 
 
 def get_weights(module: nn.Module) -> Weights:
@@ -103,15 +105,13 @@ def autocast(precision: str, device: str) -> AbstractContextManager[Any]:
 
 def make_optimizer(
     modules: Sequence[nn.Module], train: TrainConfig, lr: float | None = None
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """The configured optimizer over everything trainable in the modules."""
     trainable = [p for module in modules for p in module.parameters() if p.requires_grad]
     lr = train.lr if lr is None else lr
     if train.optimizer == "adam":
         return torch.optim.Adam(trainable, lr=lr, weight_decay=train.weight_decay)
-    return torch.optim.SGD(
-        trainable, lr=lr, momentum=train.momentum, weight_decay=train.weight_decay
-    )
+    return SGD(trainable, lr, train.momentum, train.weight_decay)
 
 
 def train(
@@ -180,7 +180,7 @@ def fit(
     lr: float,
     epochs: int = 1,
     batch_size: int = 32,
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    optimizer: Callable[..., Optimizer] = SGD,
     **settings: Any,
 ) -> float:
     """Train modules on tensors that fit in memory: the server's counterpart of `ctx.fit`. Returns

@@ -6,17 +6,18 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raysim import errors
 from raysim.config import Config
 from raysim.console import Console, make_console
 from raysim.errors import RunError
-from raysim.events import Failed, Finished
 from raysim.record import SUMMARY, VARIANTS
+
+if TYPE_CHECKING:
+    from raysim.follow import Launch
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,23 @@ def run(
         if config.backend == "local":
             _run_here(config, console, started, resume)
         else:
-            from raysim.follow import drive
+            from raysim.follow import drive, report
 
-            report(drive(config, console, started, resume))
+            report(drive(ready(config, started, resume), console))
     finally:
         console.close()
     return Result(config.out)
+
+
+def ready(config: Config, started: float, resume: bool) -> "Launch":
+    """What the launcher's part of a run on a cluster needs to know, so that it need not load what
+    can only be known with torch."""
+    import zoo
+    from raysim.fleet import gpu_shares
+    from raysim.follow import Launch
+
+    models = zoo.expand(config.fleet.models)
+    return Launch(config, models, dict(gpu_shares(config.fleet.gpus, models)), started, resume)
 
 
 def _run_here(config: Config, console: Console, started: float, resume: bool) -> None:
@@ -122,13 +134,3 @@ def _run_here(config: Config, console: Console, started: float, resume: bool) ->
             Simulation(config, backend, console.show, started, resume=resume, stop=stop).run()
         finally:
             backend.close()
-
-
-def report(end: Finished | Failed | None) -> None:
-    """Raise what happened in the driver actor as an exception here."""
-    if isinstance(end, Failed):
-        kind: Any = getattr(errors, end.kind, errors.RaysimError)
-        error = kind(end.message, end.traceback) if end.traceback else kind(end.message)
-        error.exit_code = end.exit_code
-        error.cause = end.traceback
-        raise error

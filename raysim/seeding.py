@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 
 
 def derive(seed: int, purpose: str, round: int = 0, client: int = -1) -> int:
@@ -23,6 +22,8 @@ def numpy_rng(seed: int, purpose: str, round: int = 0, client: int = -1) -> np.r
 def seeded(seed: int, purpose: str, round: int = 0, client: int = -1) -> Iterator[None]:
     """Seed torch, numpy and random for a block, so that method code draws as it likes; the caller's
     streams return afterwards untouched."""
+    import torch  # here, because the launcher draws without it
+
     state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     value = derive(seed, purpose, round, client)
     # Not torch.manual_seed: without CUDA that queues a call, with a stack trace, for ever.

@@ -27,7 +27,7 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 EVERYWHERE = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
 
 LINES = 300
-METHOD_LINES = 150
+METHOD_LINES = 160
 LARGE_LINES = 450
 LARGE = {
     "raysim/backends/ray.py": "the whole event loop over actors, read top to bottom",

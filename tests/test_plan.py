@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raysim import Config
-from raysim.backends.plan import GIB, Pool, Request, make_plan
 from raysim.errors import ClusterError, ConfigError
 from raysim.fleet import gpu_shares
+from raysim.plan import GIB, Pool, Request, make_plan
 
 CNNS = ("cnn1", "cnn2", "cnn3", "cnn4", "cnn5")
 

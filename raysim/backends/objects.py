@@ -1,4 +1,4 @@
-"""What is asked of Ray itself: objects that may be gone, nodes that may have come."""
+"""Objects of Ray's store that may be gone."""
 
 from typing import cast
 
@@ -23,9 +23,3 @@ def lost(error: RayError) -> bool:
     """Whether an object is gone from the store, now or for a task that needed it."""
     cause = getattr(error, "cause", None)
     return isinstance(error, ObjectLostError) or isinstance(cause, ObjectLostError)
-
-
-def node_resources() -> list[dict[str, float]]:
-    """What each living node has."""
-    nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return [node["Resources"] for node in nodes if node["Alive"]]

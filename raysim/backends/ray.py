@@ -32,13 +32,14 @@ from ray.exceptions import (
 import zoo
 from raysim.backends import NEWBORN_BYTES, Judge, Setup, Watch
 from raysim.backends.actor import ClientActor, stack_of
-from raysim.backends.objects import fetch, lost, node_resources
-from raysim.backends.plan import GIB, Pool, make_plan
+from raysim.backends.objects import fetch, lost
 from raysim.backends.tasks import Item, Pace, Queue, Ref, Slot, Task, Ticket
+from raysim.cluster import node_resources
 from raysim.config import Config
 from raysim.device import assigned_device
 from raysim.errors import ClusterError, Stalled, StatesLost
 from raysim.fleet import gpu_shares
+from raysim.plan import GIB, Pool, make_plan
 from raysim.wire import Packed
 from raysim.worker import EVALUATE, Failure, Job, Outcome
 
@@ -194,6 +195,7 @@ class RayBackend:
             text = f"took down {task.tries} actors; the last: {type(error).__name__}: {error}"
             for item in task.items:
                 item.outcome = Outcome(failure=Failure(text, ""), node=slot.place[1])
+            task.ticket.landed += task.items
             task.ticket.left -= 1
             task.ticket.failed = True
         self._grow(slot.queue)
@@ -270,15 +272,21 @@ class RayBackend:
     ) -> list[Outcome | None]:
         while ticket.left and not (stop_early and ticket.failed):
             self._watch(sum(isinstance(f, Task) for f in self._flying.values()), self._waiting)
+            self._settle(ticket, judge)
             self._step()
-        for item in ticket.items:
-            if item.outcome is not None:
-                item.outcome = judge(item.job.client_id, item.outcome)
-        if ticket.left:
-            ticket.void = True
-        else:
-            self._commit(ticket)
+        self._settle(ticket, judge)
+        ticket.void = bool(ticket.left)
         return [item.outcome for item in ticket.items]
+
+    def _settle(self, ticket: Ticket, judge: Judge) -> None:
+        """Judge what has landed and take over its states at once, so that old ones make room."""
+        for item in ticket.landed:
+            assert item.outcome is not None
+            item.outcome = judge(item.job.client_id, item.outcome)
+            if item.outcome.failure is None:
+                self._commit(item, item.outcome)
+            item.state = item.new_state = None
+        ticket.landed.clear()
 
     def _step(self) -> None:
         """Sleep until something is done, and deal with it."""
@@ -375,6 +383,8 @@ class RayBackend:
             samples, model = len(self._split.train(client)), self._fleet.model_of(client)
             self._pace.learn(item.job.step, model, samples, outcome.seconds)
             task.ticket.failed |= outcome.failure is not None
+        task.states.clear()
+        task.ticket.landed += task.items
         task.ticket.left -= 1
         self._feed(slot.queue)
 
@@ -424,14 +434,13 @@ class RayBackend:
         self._newborn_bytes = 0
         self._states = {client: ray.put(state) for client, state in states}
 
-    def _commit(self, ticket: Ticket) -> None:
-        for item in ticket.items:
-            client, state, outcome = item.job.client_id, item.new_state, item.outcome
-            if state is None or outcome is None or outcome.failure is not None:
-                continue
-            if item.job.step != EVALUATE:
-                self._states[client] = state
-                self._newborn_bytes -= self._newborn.pop(client, (None, 0))[1]
-            elif client not in self._states:
-                self._newborn[client] = (state, outcome.state_bytes)
-                self._newborn_bytes += outcome.state_bytes
+    def _commit(self, item: Item, outcome: Outcome) -> None:
+        client, state = item.job.client_id, item.new_state
+        if state is None:
+            return
+        if item.job.step != EVALUATE:
+            self._states[client] = state
+            self._newborn_bytes -= self._newborn.pop(client, (None, 0))[1]
+        elif client not in self._states:
+            self._newborn[client] = (state, outcome.state_bytes)
+            self._newborn_bytes += outcome.state_bytes

@@ -5,7 +5,7 @@ from typing import Any
 
 import ray
 
-from raysim.backends.plan import Pool
+from raysim.plan import Pool
 from raysim.worker import Job, Outcome
 
 Ref = ray.ObjectRef[Any]
@@ -72,6 +72,8 @@ class Ticket:
     items: list[Item]
     left: int = 0
     """Tasks not done yet."""
+    landed: list[Item] = field(default_factory=list)
+    """Items that are done, but not judged yet."""
     failed: bool = False
     void: bool = False
     """Nobody waits for it any more."""

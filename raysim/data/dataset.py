@@ -1,4 +1,7 @@
-"""A data set in memory, and the names by which sets are loaded."""
+"""A data set in memory, and the names by which sets are loaded.
+
+What reads files is imported where it is needed: actors are handed their data.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raysim.config import DataConfig
-from raysim.data import cache, loaders, partition, shapes
+from raysim.data import cache, partition, shapes
 from raysim.errors import ConfigError, DataError, unknown
 from raysim.task import Task
 
@@ -38,11 +41,15 @@ class Dataset:
 
 def names() -> list[str]:
     """Known data sets; beside them, parquet:PATH reads any."""
+    from raysim.data import loaders
+
     return sorted([*loaders.KNOWN, "shapes"])
 
 
 def check(config: DataConfig) -> None:
     """Raise what `load` and `split` would, as far as it can be known without reading a file."""
+    from raysim.data import loaders
+
     partition.validate(config)
     if config.image_size is not None and config.image_size < 1:
         raise ConfigError(f"--data.image-size must be at least 1, got {config.image_size}")
@@ -61,6 +68,8 @@ def check(config: DataConfig) -> None:
 
 def load(config: DataConfig) -> Dataset:
     """Read the data set, from the cache if it was read before."""
+    from raysim.data import loaders
+
     check(config)
     if config.name == "shapes":
         arrays = shapes.load(config.samples, config.classes, config.image_size or shapes.SIZE)
