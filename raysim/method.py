@@ -161,12 +161,15 @@ class ClientContext:
         *modules: nn.Module,
         lr: float | Sequence[float] | None = None,
         clip: float | None = None,
+        adjust: Callable[[], None] | None = None,
     ) -> float:
         """Train modules for the configured epochs on `loss(x, y)`, the paper's equation as a
         closure. `lr` replaces --train.lr, for all modules or for each; `clip` holds if --train.clip
-        is not set. Returns the mean loss of a sample, which also becomes the client's training loss
-        in the records."""
-        mean = ops.train(loss, modules, self.batches, self.train, self.device.type, lr, clip)
+        is not set. `adjust` is called after each backward pass, before clipping and the step, and
+        may change `.grad`. Returns the mean loss of a sample, which also becomes the client's
+        training loss in the records."""
+        device = self.device.type
+        mean = ops.train(loss, modules, self.batches, self.train, device, lr, clip, adjust)
         self.losses.append(mean)
         return mean
 

@@ -122,9 +122,11 @@ def train(
     device: str,
     lr: float | Sequence[float] | None = None,
     clip: float | None = None,
+    adjust: Callable[[], None] | None = None,
 ) -> float:
     """The training loop of a client: `config.epochs` passes over `batches()`, at one `lr` or at one
-    for each module. `clip` holds if `config` has none. Returns the mean loss of a sample."""
+    for each module. `clip` holds if `config` has none. `adjust` may change the gradients between
+    the backward pass and what uses them. Returns the mean loss of a sample."""
     if isinstance(lr, Sequence):
         each = zip(modules, lr, strict=True)
         optimizers = [make_optimizer([module], config, rate) for module, rate in each]
@@ -140,6 +142,8 @@ def train(
             with forward, single_sample(modules, len(x)):
                 value = loss(x, y)
             value.backward()  # type: ignore[no-untyped-call]
+            if adjust is not None:
+                adjust()
             if clip is not None:
                 for module in modules:
                     nn.utils.clip_grad_norm_(module.parameters(), clip)
