@@ -9,7 +9,6 @@ FedIN's Eq. 19: Chan et al., https://arxiv.org/abs/2304.00759
     3  upload w_k                           5  broadcast w
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from raysim import (
     ClientContext,
     ClientState,
-    ConfigError,
     Fleet,
     Method,
     PerClient,
@@ -28,9 +26,11 @@ from raysim import (
     Task,
     Weights,
     get_weights,
+    nested,
     set_weights,
     weighted_mean,
 )
+from raysim.nested import Union
 
 
 class Download(NamedTuple):
@@ -41,46 +41,23 @@ class Upload(NamedTuple):
     model: Weights
 
 
-@dataclass
-class Server:
-    weights: Weights  # the union of all clients' layers
-    layers: dict[str, list[str]]  # architecture -> the names of its layers
-
-
 @dataclass(frozen=True)
-class FedAvg(Method[ClientState, Server]):
+class FedAvg(Method[ClientState, Union]):
     weighting: Literal["samples", "uniform"] = "samples"
     """How participants are weighted: by n_k as in FedAvg, or equally as in FedIN's Eq. 19."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
-        shapes = {name: fleet.like(name, task).items() for name in dict.fromkeys(fleet.models)}
-        for one, other in itertools.pairwise(sorted(shapes, key=lambda name: len(shapes[name]))):
-            if not shapes[one] <= shapes[other]:
-                raise ConfigError(
-                    f"fedavg averages whole models, so they must be the same or nested; "
-                    f"fleet.models names {one} and {other}, which are not. "
-                    f"Try --fleet.models {one}, or --fleet.models resnet"
-                )
+        nested.check(fleet, task, "fedavg")
 
-    def init_server(self, ctx: ServerContext) -> Server:
-        weights: Weights = {}
-        layers: dict[str, list[str]] = {}
-        for name in dict.fromkeys(ctx.fleet.models):
-            model = get_weights(ctx.build_model(name))
-            layers[name] = list(model)
-            weights = model | weights  # a layer comes from the first model that has it
-        return Server(weights, layers)
+    def init_server(self, ctx: ServerContext) -> Union:
+        return nested.union(ctx)
 
     def broadcast(
-        self, server: Server, cohort: Sequence[int], ctx: ServerContext
+        self, server: Union, cohort: Sequence[int], ctx: ServerContext
     ) -> PerClient | Download:
-        parts = {
-            name: Download({layer: server.weights[layer] for layer in layers})
-            for name, layers in server.layers.items()
-        }
-        if len(parts) == 1:
-            return next(iter(parts.values()))
-        return PerClient({client: parts[ctx.fleet.model_of(client)] for client in cohort})
+        return nested.deal(
+            server, cohort, ctx, lambda layers: Download(nested.part(server.weights, layers))
+        )
 
     def receive(self, client: ClientState, message: Download, ctx: ClientContext) -> None:
         set_weights(client.model, message.model)
@@ -94,7 +71,7 @@ class FedAvg(Method[ClientState, Server]):
         return Upload(ctx.weights_like(ctx.fleet.model_of(client_id)))
 
     def server_update(
-        self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext
+        self, server: Union, replies: Sequence[Reply[Upload]], ctx: ServerContext
     ) -> None:
-        shares = [reply.num_samples if self.weighting == "samples" else 1 for reply in replies]
+        shares = nested.shares(replies, self.weighting)
         server.weights |= weighted_mean([reply.payload.model for reply in replies], shares)

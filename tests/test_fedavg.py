@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import zoo
-from methods.fedavg import Download, FedAvg, Server, Upload
+from methods.fedavg import Download, FedAvg, Upload
 from raysim import (
     ClientState,
     Config,
@@ -26,6 +26,7 @@ from raysim import (
     method,
 )
 from raysim.data import Dataset
+from raysim.nested import Union
 from zoo import SplitModel
 
 TASK = Task(num_classes=2)
@@ -64,7 +65,7 @@ def test_round_of_two_clients_by_hand(
     data = tiny.points([(2, 0), (0, 1), (0, 3)], [0, 1, 1], num_classes=2)
     start = {"head.weight": torch.zeros(2, 2), "head.bias": torch.zeros(2)}
     fleet = Fleet(("mlp",), 2)
-    server = Server(start, {"mlp": list(start)})
+    server = Union(start, {"mlp": list(start)})
     ctx = tiny.server_context(fleet, data.task)
     message = hp.broadcast(server, [0, 1], ctx)
     replies = []
@@ -80,7 +81,7 @@ def test_round_of_two_clients_by_hand(
 
 def test_average_of_one_client_is_that_client() -> None:
     upload = {"w": torch.tensor([0.1, 0.2, 0.3])}
-    server = Server({"w": torch.zeros(3)}, {"mlp": ["w"]})
+    server = Union({"w": torch.zeros(3)}, {"mlp": ["w"]})
     ctx = tiny.server_context(Fleet(("mlp",), 2), TASK)
     FedAvg().server_update(server, [Reply(4, 17, Upload(upload))], ctx)
     assert torch.equal(server.weights["w"], upload["w"])
@@ -93,7 +94,7 @@ def test_mean_is_over_tensors_of_all_shapes() -> None:
     def upload(value: float) -> Upload:
         return Upload({str(shape): torch.full(shape, value) for shape in shapes})
 
-    server = Server(dict(upload(0.0).model), {"mlp": [str(shape) for shape in shapes]})
+    server = Union(dict(upload(0.0).model), {"mlp": [str(shape) for shape in shapes]})
     ctx = tiny.server_context(Fleet(("mlp",), 2), TASK)
     FedAvg().server_update(server, [Reply(0, 1, upload(1.0)), Reply(1, 3, upload(5.0))], ctx)
     found: dict[str, Tensor] = server.weights
@@ -115,14 +116,14 @@ def constant(name: str, value: float, counter: int) -> Upload:
     )
 
 
-def nested_server() -> Server:
+def nested_server() -> Union:
     """As the server is at the start, but with every weight -1."""
     server = FedAvg().init_server(tiny.server_context(NESTED, TASK))
     server.weights = {layer: torch.full_like(t, -1) for layer, t in server.weights.items()}
     return server
 
 
-def values(server: Server) -> tuple[set[float], set[float], set[int], set[int]]:
+def values(server: Union) -> tuple[set[float], set[float], set[int], set[int]]:
     """The different values in the layers both models have, and in those of the larger one only:
     weights, weights, counters, counters."""
     small = weights_of(SMALL)
