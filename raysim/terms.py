@@ -30,3 +30,36 @@ def correct(module: nn.Module, correction: Weights) -> None:
             parameter.grad = correction[name].clone()
         else:
             parameter.grad.add_(correction[name])
+
+
+@torch.no_grad()
+def shift(module: nn.Module, direction: Weights, lr: float, weight_decay: float) -> None:
+    """Move all that is trainable by -lr * direction, between the backward pass and the optimizer's
+    step: the same as after it, for the optimizer decays the weights as they were."""
+    for name, parameter in trainable(module).items():
+        if parameter.grad is not None:
+            parameter.grad.add_(direction[name], alpha=lr * weight_decay)
+        parameter.sub_(direction[name], alpha=lr)
+
+
+class MeanGradient:
+    """The mean gradient of the steps of a training, weight decay included: what SCAFFOLD's control
+    variate estimates. `add` after each backward pass."""
+
+    def __init__(self, module: nn.Module, weight_decay: float) -> None:
+        self.parameters = trainable(module)
+        self.weight_decay = weight_decay
+        self.steps = 0
+        self._sums = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def add(self) -> None:
+        self.steps += 1
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                self._sums[name].add_(parameter.grad)
+            if self.weight_decay:
+                self._sums[name].add_(parameter, alpha=self.weight_decay)
+
+    def mean(self) -> Weights:
+        return {name: total / max(self.steps, 1) for name, total in self._sums.items()}
