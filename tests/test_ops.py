@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from math import log
 
 import pytest
+import tiny
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -337,6 +338,28 @@ def test_a_gradient_within_the_clip_is_left_alone() -> None:
     module = scale(2)
     train(squared(module), [module], lambda: ONE_BATCH, TrainConfig(lr=0.05, clip=100), "cpu")
     assert module.weight.item() == pytest.approx(1)
+
+
+def test_gradients_are_adjusted_after_the_backward_pass_and_before_they_are_clipped() -> None:
+    """The gradient 20 becomes -100, and clipping makes that -1: w <- 2 + 0.05 * 1."""
+    module, seen = scale(2), []
+
+    def adjust() -> None:
+        assert module.weight.grad is not None
+        seen.append(module.weight.grad.item())
+        module.weight.grad.fill_(-100)
+
+    config = TrainConfig(lr=0.05, clip=1)
+    train(squared(module), [module], lambda: ONE_BATCH, config, "cpu", adjust=adjust)
+    assert seen == [20]
+    assert module.weight.item() == pytest.approx(2.05)
+
+
+def test_a_client_hands_its_adjustment_to_every_step() -> None:
+    ctx = tiny.client_context(tiny.points([(1, 1)] * 4, [0, 1, 0, 1], 2), batch_size=2, epochs=3)
+    model, calls = tiny.model([[0, 0], [0, 0]]), []
+    ctx.fit(lambda x, y: model(x).sum(), model, adjust=lambda: calls.append(1))
+    assert len(calls) == 6
 
 
 def test_each_module_is_clipped_by_its_own_norm() -> None:
