@@ -18,7 +18,8 @@ TINY: dict[str, Any] = {
     "fleet": {"models": ["cnn4", "cnn5"]},
     "train": {"batch_size": 16, "lr": 0.05},
 }
-FLEETS = {"fedavg": ["slim_resnet10", "slim_resnet14"]}
+NESTED = ["slim_resnet10", "slim_resnet14"]
+FLEETS = dict.fromkeys(("fedavg", "fednova", "fedprox", "moon", "scaffold"), NESTED)
 """Methods that cannot run a mixed fleet of plain models."""
 
 
