@@ -49,6 +49,11 @@ class DataConfig:
     training data."""
     test_fraction: float = 0.25
     """Share of a client's samples held out for its test, with --data.test split."""
+    public: int = 0
+    """Samples, without their labels, that no client gets and that the server has, for methods that
+    need a public set; with --data.test official they are of the training part."""
+    public_seed: int = 0
+    """Which samples are public: the same for every --seed."""
     augment: Literal["none", "flip", "crop_flip"] = "none"
     """Random augmentation of training batches: flip, or crop with 4 pixels of padding and flip."""
 

@@ -28,6 +28,7 @@ from raysim import ops, wire
 from raysim.config import TrainConfig
 from raysim.data.batches import augment, make_batch
 from raysim.data.dataset import Dataset
+from raysim.data.public import Public
 from raysim.errors import ConfigError
 from raysim.fleet import Fleet
 from raysim.task import Task
@@ -83,6 +84,8 @@ class ServerContext:
     device: torch.device
     rounds: int = 1
     """Rounds of the whole run, for schedules."""
+    public: Public | None = None
+    """The public set, without labels: --data.public."""
 
     def build_model(self, name: str | None = None, feature_dim: int | None = None) -> SplitModel:
         """A fresh model; by default the fleet's first."""
@@ -185,10 +188,17 @@ class Method(Generic[C, S]):
 
     same_models: ClassVar[str] = ""
     """Why every client needs the same architecture; empty when models may differ."""
+    needs_public: ClassVar[str] = ""
+    """Why --data.public is needed; empty when it is not."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
         """Refuse, before anything starts, what this method cannot run: raise ConfigError naming the
         flag."""
+
+    def architecture(self, client_id: int, fleet: Fleet) -> str:
+        """What to call the client's model. Clients of one name have states of one structure; a
+        method that cuts the fleet's models to size adds how."""
+        return fleet.model_of(client_id)
 
     def init_server(self, ctx: ServerContext) -> S:
         raise NotImplementedError(f"{type(self).__name__} needs init_server")

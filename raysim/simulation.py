@@ -18,7 +18,8 @@ from raysim.backends import Backend, Setup
 from raysim.checkpoint import Checkpoint, Store
 from raysim.cohort import Cohort, account, client_error, share
 from raysim.config import Config
-from raysim.errors import CheckpointError, ClientError, StatesLost, Stopped
+from raysim.data.public import unlabelled
+from raysim.errors import CheckpointError, ClientError, ConfigError, StatesLost, Stopped
 from raysim.events import Evaluated, Event, Finished, Note, RoundFinished, Started
 from raysim.fleet import assemble
 from raysim.method import ServerContext, load_state, state_tree
@@ -161,9 +162,13 @@ class Simulation:
         )
         self.fleet = assemble(config.fleet, dataset.task)
         method_module.check(self.method, self.fleet, dataset.task, config.method)
+        if (why := self.method.needs_public) and not len(split.public):
+            raise ConfigError(f"{config.method} {why}. Try --data.public 1000")
         self.split_digest = split.digest()
         self.device = self.backend.start(Setup(config, self.fleet, dataset, split))
         self.task = dataset.task
+        layout = config.train.memory_format
+        self.public = unlabelled(dataset, split.public, self.device, layout)
         self.recorder.open(
             config, self.fleet, split, dataset.labels, dataset.num_classes, self.resume
         )
@@ -176,6 +181,7 @@ class Simulation:
                 f"{dataset.name}: {len(dataset.labels)} images, {dataset.num_classes} classes",
             ),
             ("split", f"{config.data.partition}, {_range(split)} training samples a client"),
+            *([("public", f"{len(split.public)} unlabelled samples")] if len(split.public) else []),
             ("fleet", f"{config.clients} clients: {', '.join(dict.fromkeys(self.fleet.models))}"),
             *self.backend.plan(),
         ]
@@ -197,8 +203,12 @@ class Simulation:
 
     def _context(self, number: int) -> ServerContext:
         return ServerContext(
-            number, self.config.clients, self.task, self.fleet, self.device, self.config.rounds
-        )
+            number, self.config.clients, self.task, self.fleet, self.device, self.config.rounds,
+            self.public,
+        )  # fmt: skip
+
+    def _architecture(self, client: int) -> str:
+        return self.method.architecture(client, self.fleet)
 
     def _server_tree(self) -> Any:
         return None if self.server is None else state_tree(self.server)
@@ -211,14 +221,14 @@ class Simulation:
             with seeded(self.config.seed, "round", number):
                 self.method.round(self.server, cohort, ctx)
         except ClientError:
-            self.recorder.clients.append(account(self.fleet, cohort, "failed"))
+            self.recorder.clients.append(account(cohort, "failed"))
             self.recorder.write(last=True)
             raise
         self._record_round(number, cohort, time.perf_counter() - started)
         self.changed |= {client for client in ids if cohort.outcomes.get(client)}
 
     def _record_round(self, number: int, cohort: Cohort, seconds: float) -> None:
-        rows = account(self.fleet, cohort, "dropped")
+        rows = account(cohort, "dropped")
         training = sum(row["seconds"] for row in rows)
         known = [(row["loss"], row["samples"]) for row in rows if row["loss"] is not None]
         total = sum(samples for _, samples in known)
@@ -250,9 +260,8 @@ class Simulation:
         config = self.config
         if number % config.eval.every and number != config.rounds:
             return
-        model_of = self.fleet.model_of
-        who = config.eval.clients
-        ids = schedule.evaluated(config.seed, who, config.eval.per, config.clients, model_of, ids)
+        who, per = config.eval.clients, config.eval.per
+        ids = schedule.evaluated(config.seed, who, per, config.clients, self._architecture, ids)
         message = None
         if config.eval.fresh:
             with seeded(config.seed, "evaluation", number):
@@ -275,7 +284,7 @@ class Simulation:
     def _record_evaluation(self, number: int, ids: list[int], outcomes: list[Outcome]) -> None:
         rows = [
             {
-                "round": number, "client": client, "model": self.fleet.model_of(client),
+                "round": number, "client": client, "model": self._architecture(client),
                 "phase": "eval", "status": "done", "samples": result.samples,
                 "loss": result.loss, "seconds": outcome.seconds,
                 "accuracy": result.correct / result.samples if result.samples else None,
@@ -301,7 +310,7 @@ class Simulation:
         self.recorder.clients.append(rows)
         variants = [
             {
-                "round": number, "client": client, "model": self.fleet.model_of(client),
+                "round": number, "client": client, "model": self._architecture(client),
                 "variant": name, "samples": result.samples, "accuracy": right / result.samples,
             }
             for client, outcome in zip(ids, outcomes, strict=True)

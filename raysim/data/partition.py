@@ -14,7 +14,7 @@ rounding leftovers and classes without a taker), no client stays empty, and noth
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from raysim.config import DataConfig
 from raysim.data import rules
 from raysim.data.rules import Ints
 from raysim.errors import ConfigError, DataError
+from raysim.seeding import numpy_rng
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +36,8 @@ class Split:
     """Where each of these runs starts, and the end: 2 * num_clients + 1 numbers."""
     repaired: int = 0
     """Samples that were moved from the largest clients to those the rule left too small."""
+    public: Ints = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Samples that no client has, ascending."""
 
     @property
     def num_clients(self) -> int:
@@ -48,7 +51,10 @@ class Split:
 
     def digest(self) -> str:
         """SHA-256 of the whole split: equal digests, equal clients."""
-        parts = (np.ascontiguousarray(part, dtype="<i8") for part in (self.offsets, self.indices))
+        parts = (
+            np.ascontiguousarray(part, dtype="<i8")
+            for part in (self.offsets, self.indices, self.public)
+        )
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
     def class_table(self, labels: npt.ArrayLike, num_classes: int) -> Ints:
@@ -72,6 +78,8 @@ def validate(config: DataConfig) -> None:
         raise ConfigError(f"--data.low-weight must lie in [0, 0.5], got {config.low_weight}")
     if not 0 < config.test_fraction < 1:
         raise ConfigError(f"--data.test-fraction must lie in (0, 1), got {config.test_fraction}")
+    if config.public < 0:
+        raise ConfigError(f"--data.public must be at least 0, got {config.public}")
 
 
 def split(
@@ -86,11 +94,19 @@ def split(
 
     Every sample lands exactly once, and every client trains on at least one. With
     `--data.test split` a client of two samples or more has a test sample; with
-    `--data.test official` a client whose classes are rare may have none.
+    `--data.test official` a client whose classes are rare may have none. `--data.public` samples
+    are set aside first, and the others dealt as if they were all.
     """
     labels = np.asarray(labels, dtype=np.int64)
     official = config.test == "official"
     pool = labels[:num_train] if official else labels
+    if config.public > 0:
+        public, rest = _set_aside(config, len(pool), len(labels), num_clients)
+        left, config = int((rest < num_train).sum()), replace(config, public=0)
+        dealt = split(labels[rest], left, num_classes, num_clients, config, seed)
+        indices = rest[dealt.indices]
+        indices.setflags(write=False)
+        return replace(dealt, indices=indices, public=public)
     _check(config, len(pool), len(labels) - num_train, num_classes, num_clients)
     rng = np.random.RandomState(seed % 2**32)
     deal = rules.deal(pool, num_classes, num_clients, config, rng)
@@ -131,6 +147,23 @@ def _check(
             f"--clients {num_clients} needs at least {num_clients}{part} samples, "
             f"{config.name} has {num_samples}; try {more}fewer --clients"
         )
+
+
+def _set_aside(
+    config: DataConfig, pool: int, num_samples: int, num_clients: int
+) -> tuple[Ints, Ints]:
+    """The public samples, of the first `pool`, and the others, both ascending."""
+    if (left := pool - config.public) < num_clients:
+        raise DataError(
+            f"--data.public {config.public} leaves {max(left, 0)} samples of {config.name} for "
+            f"--clients {num_clients}; try a smaller --data.public"
+        )
+    drawn = numpy_rng(config.public_seed, "public").permutation(pool)[: config.public]
+    aside = np.zeros(num_samples, dtype=bool)
+    aside[drawn] = True
+    public = np.flatnonzero(aside)
+    public.setflags(write=False)
+    return public, np.flatnonzero(~aside)
 
 
 def _repair(samples: Ints, sizes: Ints, least: int) -> tuple[Ints, Ints, int]:
