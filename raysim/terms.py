@@ -1,5 +1,7 @@
 """What methods add to a local objective or to its gradient."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,11 +16,25 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 def proximal(module: nn.Module, anchor: Weights, mu: float) -> Tensor:
     """FedProx's mu/2 ||w - anchor||^2 over all that is trainable; its gradient is mu (w - anchor).
     `anchor` may hold more names, such as batch-norm statistics, and is a constant."""
-    squares = [
-        (parameter - anchor[name].detach()).square().sum()
-        for name, parameter in trainable(module).items()
-    ]
-    return mu / 2 * torch.stack(squares).sum()
+    parameters = trainable(module)
+    distance: Tensor = _Distance.apply(  # type: ignore[no-untyped-call]
+        [anchor[name].detach() for name in parameters], *parameters.values()
+    )
+    return mu * distance
+
+
+class _Distance(torch.autograd.Function):
+    """1/2 ||w - anchor||^2 in one node of the graph; a node for each operation on each tensor makes
+    a step of a small ResNet a third longer."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.differences = torch._foreach_sub(parameters, anchor)
+        return torch.stack(torch._foreach_norm(ctx.differences)).square().sum() / 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *torch._foreach_mul(ctx.differences, gradients[0])
 
 
 @torch.no_grad()
