@@ -7,7 +7,6 @@ from typing import Any
 from raysim import wire
 from raysim.backends import Backend
 from raysim.errors import ClientError, WireError
-from raysim.fleet import Fleet
 from raysim.method import Method, PerClient, Reply, ServerContext
 from raysim.wire import Size
 from raysim.worker import Failure, Job, Outcome
@@ -57,6 +56,9 @@ class Cohort:
         if failed and self._on_error != "drop":
             raise client_error(name, failed[0], self.ctx, self.outcomes[failed[0]][-1])
         return [replies[client] for client in sorted(replies)]
+
+    def architecture(self, client: int) -> str:
+        return self._method.architecture(client, self.ctx.fleet)
 
     def dropped(self, client: int) -> bool:
         given = self.outcomes.get(client, [])
@@ -120,9 +122,12 @@ class Cohort:
 
 
 def share(backend: Backend, message: Any, ids: Sequence[int], round: int) -> dict[int, Any]:
-    """Check a message, encode it once (a PerClient for each) and hand it to the backend."""
+    """Check a message, encode it once (a PerClient for each that differs) and hand it to the
+    backend."""
     if isinstance(message, PerClient):
-        return {c: _share(backend, message[c], f"message[{c}]", round) for c in ids}
+        first = {id(message[c]): c for c in reversed(ids)}  # who gets a message before others do
+        shared = {i: _share(backend, message[c], f"message[{c}]", round) for i, c in first.items()}
+        return {c: shared[id(message[c])] for c in ids}
     return dict.fromkeys(ids, _share(backend, message, "message", round))
 
 
@@ -147,7 +152,7 @@ def client_error(step: str, client: int, ctx: ServerContext, outcome: Outcome) -
     )
 
 
-def account(fleet: Fleet, cohort: Cohort, otherwise: str) -> list[dict[str, Any]]:
+def account(cohort: Cohort, otherwise: str) -> list[dict[str, Any]]:
     """One row for each selected client: done, or `otherwise` if its last step failed, or pending if
     the round ended before it was done."""
     rows = []
@@ -157,7 +162,7 @@ def account(fleet: Fleet, cohort: Cohort, otherwise: str) -> list[dict[str, Any]
         losses = [outcome.loss for outcome in done if outcome.loss is not None]
         rows.append(
             {
-                "round": cohort.ctx.round, "client": client, "model": fleet.model_of(client),
+                "round": cohort.ctx.round, "client": client, "model": cohort.architecture(client),
                 "phase": "train", "status": _status(cohort, client, otherwise),
                 "samples": max((outcome.samples for outcome in outcomes), default=0),
                 "loss": losses[-1] if losses else None,

@@ -192,12 +192,10 @@ class Method(Generic[C, S]):
     """Why --data.public is needed; empty when it is not."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
-        """Refuse, before anything starts, what this method cannot run: raise ConfigError naming the
-        flag."""
+        """Refuse what this method cannot run, before anything starts: ConfigError with the flag."""
 
     def architecture(self, client_id: int, fleet: Fleet) -> str:
-        """What to call the client's model. Clients of one name have states of one structure; a
-        method that cuts the fleet's models to size adds how."""
+        """What to call the client's model; clients of one name have states of one structure."""
         return fleet.model_of(client_id)
 
     def init_server(self, ctx: ServerContext) -> S:

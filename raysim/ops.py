@@ -25,10 +25,12 @@ def get_weights(module: nn.Module) -> Weights:
 
 @torch.no_grad()
 def set_weights(module: nn.Module, weights: Weights) -> None:
-    """Copy weights into a module, in place; names and shapes must match exactly."""
+    """Copy weights into a module, in place; names and shapes must match exactly, unless the module
+    itself knows better."""
     own = module.state_dict()
     if own.keys() != weights.keys() or any(own[k].shape != weights[k].shape for k in own):
-        module.load_state_dict(weights)  # raises, and says what differs
+        module.load_state_dict(weights)  # raises, and says what differs; a SubModel takes them
+        return
     for name, tensor in own.items():  # load_state_dict does the same, ten times slower
         tensor.copy_(weights[name])
 

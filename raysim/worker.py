@@ -181,7 +181,7 @@ class Worker:
     def _wake(self, client_id: int, state: Packed | None, ctx: ClientContext) -> Any:
         """The client as it was left; one that was never here comes to life, the same wherever that
         happens."""
-        name = self.fleet.model_of(client_id)
+        name = self.method.architecture(client_id, self.fleet)
         if state is None or name not in self._built:
             with seeded(self.config.seed, "init_client", client=client_id):
                 client = self.method.init_client(ctx.build_model(), ctx)
