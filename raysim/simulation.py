@@ -116,9 +116,10 @@ class Simulation:
             number = self.round + 1
             ids = schedule.cohort(config.seed, number, config.clients, config.participation)
             self._round(number, ids)
-            # The evaluation of the round before filled idle actors meanwhile; now it must be over.
-            self._finish_evaluation()
-            self._start_evaluation(number, ids)
+            # The evaluation of the round before filled idle actors meanwhile. Now it must end, and
+            # the next one already fills those that have nothing left of it.
+            before, self.pending = self.pending, self._start_evaluation(number, ids)
+            self._finish_evaluation(before)
             self.round = number
             self.recorder.write()
             if self.stop() and number < config.rounds:
@@ -129,7 +130,7 @@ class Simulation:
                 )
             if config.checkpoint_every and number % config.checkpoint_every == 0:
                 self._save()
-        self._finish_evaluation()
+        self._finish_last_evaluation()
 
     def _finish(self) -> dict[str, Any]:
         config = self.config
@@ -208,7 +209,7 @@ class Simulation:
         )  # fmt: skip
 
     def _architecture(self, client: int) -> str:
-        return self.method.architecture(client, self.fleet)
+        return str(self.method.architecture(client, self.fleet))
 
     def _server_tree(self) -> Any:
         return None if self.server is None else state_tree(self.server)
@@ -256,10 +257,10 @@ class Simulation:
         up, down = traffic["bytes_up"], traffic["bytes_down"]
         self.emit(RoundFinished(number, loss, len(rows), up, down, seconds))
 
-    def _start_evaluation(self, number: int, ids: list[int]) -> None:
+    def _start_evaluation(self, number: int, ids: list[int]) -> _Pending | None:
         config = self.config
         if number % config.eval.every and number != config.rounds:
-            return
+            return None
         who, per = config.eval.clients, config.eval.per
         ids = schedule.evaluated(config.seed, who, per, config.clients, self._architecture, ids)
         message = None
@@ -268,18 +269,21 @@ class Simulation:
                 message = self.method.broadcast(self.server, ids, self._context(number))
         shared = share(self.backend, message, ids, number)
         jobs = [(Job(EVALUATE, client, number, False), shared[client]) for client in ids]
-        self.pending = _Pending(number, ids, self.backend.submit(jobs, urgent=False))
+        return _Pending(number, ids, self.backend.submit(jobs, urgent=False))
 
-    def _finish_evaluation(self) -> None:
-        if self.pending is None:
+    def _finish_evaluation(self, pending: _Pending | None) -> None:
+        if pending is None:
             return
-        number, ids = self.pending.round, self.pending.ids
-        outcomes = self.backend.wait(self.pending.ticket, stop_early=True)
-        self.pending = None
+        number, ids = pending.round, pending.ids
+        outcomes = self.backend.wait(pending.ticket, stop_early=True)
         for client, outcome in zip(ids, outcomes, strict=True):
             if outcome is not None and outcome.failure is not None:
                 raise client_error(EVALUATE, client, self._context(number), outcome)
         self._record_evaluation(number, ids, [outcome for outcome in outcomes if outcome])
+
+    def _finish_last_evaluation(self) -> None:
+        pending, self.pending = self.pending, None
+        self._finish_evaluation(pending)
 
     def _record_evaluation(self, number: int, ids: list[int], outcomes: list[Outcome]) -> None:
         rows = [
@@ -323,7 +327,7 @@ class Simulation:
 
     def _save(self, wait: bool = False) -> None:
         """Save the run as it is after this round; training goes on meanwhile."""
-        self._finish_evaluation()
+        self._finish_last_evaluation()
         self.recorder.write(last=True)
         server = wire.pack(self._server_tree(), "server")
         extra = {"counters": dict(self.counters), "elapsed": time.time() - self.first_round}

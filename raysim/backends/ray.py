@@ -442,5 +442,6 @@ class RayBackend:
             self._states[client] = state
             self._newborn_bytes -= self._newborn.pop(client, (None, 0))[1]
         elif client not in self._states:
+            before = self._newborn.get(client, (None, 0))[1]  # two evaluations may be under way
             self._newborn[client] = (state, outcome.state_bytes)
-            self._newborn_bytes += outcome.state_bytes
+            self._newborn_bytes += outcome.state_bytes - before
