@@ -6,7 +6,7 @@ the global weight wherever the part is one block, and else a copy of the part: n
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +77,13 @@ def cut(weights: Weights, part: Part) -> Weights:
     return {name: _cut(weights[name], runs) for name, runs in part.items()}
 
 
-def expected(whole: Mapping[str, Any], part: Part) -> dict[str, Any]:
-    """What a sub-model's weights look like, of what the global model's do."""
-    return {name: like(*shape(runs), dtype=whole[name].dtype) for name, runs in part.items()}
+def expected(part: Part) -> dict[str, Any]:
+    """What a sub-model's weights look like; counters are batch norm's."""
+    return {name: like(*shape(runs), dtype=_kind(name)) for name, runs in part.items()}
+
+
+def _kind(name: str) -> torch.dtype:
+    return torch.int64 if name.endswith("num_batches_tracked") else torch.float32
 
 
 def scatter_mean(
