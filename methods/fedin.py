@@ -45,8 +45,9 @@ from raysim import (
     nested,
     ops,
 )
-from raysim.gradients import Scope, pull
+from raysim.gradients import Scope
 from raysim.intermediate import Features, NoiseScope
+from raysim.terms import proximal
 from zoo import SplitModel
 
 
@@ -75,7 +76,8 @@ class FedIN(Method[Client, Server]):
     mu: float = 0.1
     """Weight of the squared distance to the received weights, which is halved."""
     in_schedule: in_training.Schedule = "every_step"
-    """In every step, an epoch's first, in_steps of w_in alone afterwards, or never (FedProx)."""
+    """When G_IN counts: in every step, in an epoch's first, in steps of w_in alone afterwards, or
+    never, which is FedProx."""
     in_steps: int = 1
     """Steps of after_local, with the last G_local."""
     in_updates_bn: bool = False
@@ -136,14 +138,11 @@ class FedIN(Method[Client, Server]):
         training = in_training.InTraining(model, client.adapters, message.features, self, ctx)
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
-            s_out = training.features(x).outputs
-            return training.join(F.cross_entropy(model.head(model.neck(s_out)), y))
+            logits = model.head(model.neck(training.outputs(x)))
+            local = F.cross_entropy(logits, y) + proximal(model, message.model, self.mu)
+            return training.join(local)
 
-        def adjust() -> None:
-            pull(model, message.model, self.mu)
-            training.adjust()
-
-        ctx.fit(loss, model, client.adapters, adjust=adjust)
+        ctx.fit(loss, model, client.adapters, adjust=training.adjust)
         training.finish()
         return Upload(nested.part(ops.get_weights(model), list(message.model)), training.sample())
 

@@ -1,5 +1,4 @@
-"""What methods do to gradients between the backward pass and the step: FedIN's gradient alleviation
-and the pull of a proximal term."""
+"""FedIN's gradient alleviation: a gradient for what two losses share, from the gradient of each."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -7,22 +6,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from raysim.terms import trainable
-from raysim.wire import Weights
-
 Scope = Literal["tensor", "global"]
 
 _TINY = 1e-12  # a squared norm below which a gradient has no direction
-
-
-@torch.no_grad()
-def pull(module: nn.Module, anchor: Weights, mu: float) -> None:
-    """Add the gradient of mu/2 ||w - anchor||^2, mu (w - anchor): what `terms.proximal` gives, in
-    two passes over the weights instead of the many that it takes as a loss."""
-    for name, parameter in trainable(module).items() if mu else ():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.add_(parameter, alpha=mu).sub_(anchor[name], alpha=mu)
 
 
 def conflict(local: Sequence[Tensor], other: Sequence[Tensor], scope: Scope) -> list[float]:
@@ -46,8 +32,7 @@ class Alleviation:
     without `lam` the smallest with <Z, G_local> >= 0. Parameters of the local loss alone keep
     G_local.
 
-    In a training loop the loss is `join(local, other)`, and `adjust()` follows the backward pass;
-    in between, `.grad` may be changed: until `adjust` it is G_local's.
+    In a training loop the loss is `join(local, other)`, and `adjust()` follows the backward pass.
     """
 
     def __init__(

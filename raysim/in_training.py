@@ -101,8 +101,8 @@ def steps_of_an_epoch(ctx: ClientContext) -> int:
 
 
 class InTraining:
-    """Of one client in one round. The loss of its local training is `join(local)`, and after each
-    backward pass and whatever else belongs to G_local comes `adjust`; at the end, `finish`."""
+    """Of one client in one round. Its local loss, made of `outputs`, goes through `join`, after
+    each backward pass comes `adjust`, and at the end `finish`."""
 
     def __init__(
         self,
@@ -120,16 +120,28 @@ class InTraining:
         self._next, self._step = itertools.cycle(others), itertools.count()
         every = {"every_step": 1, "once_per_epoch": steps_of_an_epoch(ctx)}
         self._every = every.get(settings.in_schedule, 0) if others else 0
+        self._loss: Tensor | None = None  # of this step
 
-    def features(self, x: Tensor) -> Features:
-        """Of a batch, with noise."""
-        return intermediate.features(self.model, x, self.settings.rho, self.settings.noise_scope)
+    def outputs(self, x: Tensor) -> Tensor:
+        """s_out of a batch, with noise; in steps that have an IN loss, it is made on the way."""
+        s_in = self._noised(self.model.stem(x))
+        due = self._every and next(self._step) % self._every == 0
+        others = next(self._next) if due else None
+        self._loss = None
+        if others and self._z.lam and min(len(x), len(others.inputs)) > 1:
+            inputs, distance = intermediate.lesson(self.adapters, others)
+            updates_bn = self.settings.in_updates_bn
+            s_out, answer = intermediate.together(self.model.trunk, s_in, inputs, updates_bn)
+            self._loss = distance(answer)
+        else:
+            s_out = self.model.trunk(s_in)
+            if others:
+                self._loss = self.imitation(*others)
+        return self._noised(s_out)
 
     def join(self, local: Tensor) -> Tensor:
         """The local loss, with the IN loss in the steps that have one."""
-        if not self._every or next(self._step) % self._every:
-            return local
-        return self._z.join(local, self._loss(*next(self._next)))
+        return local if self._loss is None else self._z.join(local, self._loss)
 
     def adjust(self) -> None:
         """Put Z in place of the intermediate layers' G_local."""
@@ -142,7 +154,7 @@ class InTraining:
         last = self._z.gradients()
         batches = itertools.islice(self._next, self.settings.in_steps)
         ops.train(
-            self._loss, [self.layers], lambda: batches, replace(self.ctx.train, epochs=1),
+            self.imitation, [self.layers], lambda: batches, replace(self.ctx.train, epochs=1),
             self.ctx.device.type, adjust=lambda: self._z.mix(last, self._z.gradients()),
         )  # fmt: skip
 
@@ -150,9 +162,15 @@ class InTraining:
         """What the client uploads; nothing if nobody needs it."""
         if self.settings.in_schedule == "never":
             return None
-        size, rho, scope = self.settings.feature_batch, self.settings.rho, self.settings.noise_scope
-        return intermediate.sample(self.model, self.ctx, size, rho, scope)
+        return intermediate.sample(
+            self.model, self.ctx, self.settings.feature_batch,
+            self.settings.rho, self.settings.noise_scope,
+        )  # fmt: skip
 
-    def _loss(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+    def imitation(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        """The IN loss on a batch of features."""
         others, updates_bn = Features(inputs, outputs), self.settings.in_updates_bn
         return intermediate.imitation(self.model, self.adapters, others, updates_bn)
+
+    def _noised(self, made: Tensor) -> Tensor:
+        return intermediate.noised(made, self.settings.rho, self.settings.noise_scope)

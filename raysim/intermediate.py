@@ -1,7 +1,7 @@
 """FedIN's features: what enters and leaves the intermediate layers (the trunk) of a model."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, NamedTuple, cast
@@ -90,13 +90,44 @@ def imitation(
     model: SplitModel, adapters: nn.ModuleDict, others: Features, updates_bn: bool
 ) -> Tensor:
     """The IN loss: how far the intermediate layers are from giving others' s_out for their s_in."""
+    inputs, distance = lesson(adapters, others)
+    with untracked(model.trunk, unless=updates_bn), single_sample([model.trunk], len(inputs)):
+        return distance(model.trunk(inputs))
+
+
+def lesson(adapters: nn.ModuleDict, others: Features) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Others' s_in in the client's own shape, and the distance of what its layers make of them from
+    their s_out."""
     key = Shapes(tuple(others.inputs.shape[1:]), tuple(others.outputs.shape[1:])).key
     adapter = cast(Adapter, adapters[key]) if key in adapters else None
-    inputs = adapter.inputs(others.inputs) if adapter else others.inputs
-    with untracked(model.trunk, unless=updates_bn), single_sample([model.trunk], len(inputs)):
-        outputs = model.trunk(inputs)
-    outputs = adapter.outputs(outputs) if adapter else outputs
-    return F.mse_loss(outputs.float(), others.outputs)
+
+    def distance(outputs: Tensor) -> Tensor:
+        outputs = adapter.outputs(outputs) if adapter else outputs
+        return F.mse_loss(outputs.float(), others.outputs)
+
+    return adapter.inputs(others.inputs) if adapter else others.inputs, distance
+
+
+def together(
+    trunk: nn.Module, own: Tensor, others: Tensor, updates_bn: bool
+) -> tuple[Tensor, Tensor]:
+    """`trunk` of two batches, in one pass: with few samples most of a pass does not depend on how
+    many there are. Batch norm takes the two apart."""
+    norms = _norms(trunk)
+
+    def forward(norm: nn.Module, both: Tensor) -> Tensor:
+        first = type(norm).forward(norm, both[: len(own)])
+        with untracked(norm, unless=updates_bn):
+            return torch.cat([first, type(norm).forward(norm, both[len(own) :])])
+
+    try:
+        for norm in norms:
+            norm.forward = functools.partial(forward, norm)  # type: ignore[method-assign]
+        made = trunk(torch.cat([own, others]))
+    finally:
+        for norm in norms:
+            norm.__dict__.pop("forward", None)
+    return made[: len(own)], made[len(own) :]
 
 
 def noised(made: Tensor, rho: float, scope: NoiseScope = "tensor") -> Tensor:
@@ -116,11 +147,7 @@ def noised(made: Tensor, rho: float, scope: NoiseScope = "tensor") -> Tensor:
 @contextmanager
 def untracked(module: nn.Module, unless: bool = False) -> Iterator[None]:
     """Batch norm uses the statistics of the batch, and its running ones do not learn from it."""
-    norms = [
-        child
-        for child in (() if unless else module.modules())
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.track_running_stats
-    ]
+    norms = [norm for norm in _norms(module) if norm.track_running_stats and not unless]
     for norm in norms:
         norm.track_running_stats = False
     try:
@@ -128,6 +155,11 @@ def untracked(module: nn.Module, unless: bool = False) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.track_running_stats = True
+
+
+def _norms(module: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+    kind = nn.modules.batchnorm._BatchNorm
+    return [child for child in module.modules() if isinstance(child, kind)]
 
 
 # Features of other shapes
