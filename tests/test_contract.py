@@ -39,15 +39,24 @@ def simulate(method: str, out: Path, **changes: Any) -> Result:
     return run(Config.from_tree(tree), Quiet())
 
 
+class Once(dict[str, Result]):
+    """Runs of methods, in-process: each is made when it is first asked for."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder = folder
+        self.settings = settings
+
+    def __missing__(self, method: str) -> Result:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self[method] = simulate(method, self.folder / method, **self.settings)
+        torch.set_num_threads(threads)
+        return self[method]
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Each method once, in-process."""
-    folder = tmp_path_factory.mktemp("reference")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    results = {name: simulate(name, folder / name) for name in methods.names()}
-    torch.set_num_threads(threads)
-    return results
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    return Once(tmp_path_factory.mktemp("reference"))
 
 
 @pytest.mark.parametrize("method", methods.names())

@@ -7,8 +7,7 @@ from typing import Any
 
 import faults
 import pytest
-import torch
-from test_contract import simulate
+from test_contract import Once, simulate
 
 import methods
 from raysim import Config, Result
@@ -21,14 +20,9 @@ SETTINGS: dict[str, Any] = {"rounds": 5, "eval": {"every": 2}, "checkpoint_every
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Once:
     """Each method once, in one go."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    results = {name: simulate(name, folder / name, **SETTINGS) for name in methods.names()}
-    torch.set_num_threads(threads)
-    return results
+    return Once(tmp_path_factory.mktemp("undisturbed"), **SETTINGS)
 
 
 def settings_of(result: Result, out: Path, **changes: Any) -> Config:
