@@ -111,10 +111,12 @@ class Cohort:
         }
 
     def _enter_downloads(self, step: str, message: Any, ids: Sequence[int]) -> None:
-        common = None if isinstance(message, PerClient) else wire.measure(message, "message")
+        sizes: dict[int, list[Size]] = {}  # by object: many clients may get the same one
         for client in ids:
-            sizes = wire.measure(message[client], "message") if common is None else common
-            self._enter(step, client, "down", sizes)
+            own = message[client] if isinstance(message, PerClient) else message
+            if id(own) not in sizes:
+                sizes[id(own)] = wire.measure(own, "message")
+            self._enter(step, client, "down", sizes[id(own)])
 
     def _enter(self, step: str, client: int, direction: str, sizes: Sequence[Size]) -> None:
         row = {"round": self.ctx.round, "client": client, "step": step, "direction": direction}
