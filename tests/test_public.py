@@ -135,9 +135,12 @@ def test_the_server_has_it_in_every_round_and_the_plan_says_so(
 ) -> None:
     servers: list[Seen] = []
     started = Curious.init_server
-    monkeypatch.setattr(
-        Curious, "init_server", lambda *args: servers.append(started(*args)) or servers[-1]
-    )
+
+    def watched(method: Curious, ctx: ServerContext) -> Any:
+        servers.append(started(method, ctx))
+        return servers[-1]
+
+    monkeypatch.setattr(Curious, "init_server", watched)
     plan = run(tmp_path, Curious(), replace(tiny.deal([0, 1]), public=np.array([2, 3])))
     assert servers[0].public == [2, 26, 26]
     assert ("public", "2 unlabelled samples") in plan
