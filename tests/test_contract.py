@@ -19,7 +19,7 @@ TINY: dict[str, Any] = {
     "train": {"batch_size": 16, "lr": 0.05},
 }
 NESTED = ["slim_resnet10", "slim_resnet14"]
-FLEETS = dict.fromkeys(("fedavg", "fednova", "fedprox", "moon", "scaffold"), NESTED)
+FLEETS = dict.fromkeys(("fedavg", "fedin", "fednova", "fedprox", "moon", "scaffold"), NESTED)
 """Methods that cannot run a mixed fleet of plain models."""
 
 

@@ -35,7 +35,7 @@ WIDTH = 4
 MODELS = ("cnn4", "cnn5")
 SMALL = {
     "d1": 2, "noise_dim": 2, "hidden_dim": 4, "server_steps": 2, "server_epochs": 2,
-    "server_batch_size": 4, "shared_model": "cnn5", "held_out": 0.4,
+    "server_batch_size": 4, "shared_model": "cnn5", "held_out": 0.4, "aggregation": "groups",
 }  # fmt: skip
 """Hyper-parameters for tiny models, for the methods that have them."""
 
