@@ -1,8 +1,15 @@
 """FedGen's generator of representations. https://arxiv.org/abs/2105.10056"""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from raysim.ops import fit
+
+Heads = Sequence[tuple[Tensor, Tensor]]
+"""Weight and bias of each."""
 
 
 class Generator(nn.Module):
@@ -29,6 +36,40 @@ def diversity_loss(made: Tensor, noise: Tensor) -> Tensor:
     a = (noise.unsqueeze(0) - noise.unsqueeze(1)).square().mean(dim=2)
     b = (made.unsqueeze(0) - made.unsqueeze(1)).abs().mean(dim=2)
     return torch.exp(-(a * b).mean())
+
+
+def ensemble_loss(made: Tensor, y: Tensor, heads: Heads, counts: Tensor) -> Tensor:
+    """sum_k mean(p_k,y CE(f_k(made), y)): each head f_k judges by its share p_k,y of what `counts`,
+    (heads, num_classes), has of class y."""
+    errors = [F.cross_entropy(F.linear(made, *head), y, reduction="none") for head in heads]
+    shares = counts / counts.sum(dim=0).clamp(min=1)
+    return (shares[:, y] * torch.stack(errors)).mean(dim=1).sum()
+
+
+def teach(
+    generator: Generator,
+    heads: Heads,
+    counts: Tensor,
+    present: Tensor,
+    *,
+    diversity: float,
+    lr: float,
+    steps: int,
+    batch_size: int,
+) -> None:
+    """Steps of Adam for a generator on `ensemble_loss` and `diversity_loss`, with labels that are
+    uniform over the classes `present`. The weight decay is FedGen's."""
+    device = generator.out.weight.device
+    heads = [(weight.to(device), bias.to(device)) for weight, bias in heads]
+    counts = counts.to(device)
+
+    def loss(y: Tensor) -> Tensor:
+        made, noise = generator(y)
+        return ensemble_loss(made, y, heads, counts) + diversity * diversity_loss(made, noise)
+
+    y = draw_labels(present.to(device), steps * batch_size)
+    adam = torch.optim.Adam
+    fit(loss, generator, data=(y,), lr=lr, batch_size=batch_size, optimizer=adam, weight_decay=0.01)
 
 
 def draw_labels(counts: Tensor, size: int) -> Tensor:
