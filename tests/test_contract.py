@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import short_form
 
 import methods
 from raysim import Config, Result, run
@@ -21,6 +22,8 @@ TINY: dict[str, Any] = {
 NESTED = ["slim_resnet10", "slim_resnet14"]
 FLEETS = dict.fromkeys(("fedavg", "fedin", "fednova", "fedprox", "moon", "scaffold"), NESTED)
 """Methods that cannot run a mixed fleet of plain models."""
+KINDS = ("fedavg", "fedin", "fedkd", "fedmrl", "fedproto", "fedre", "heterofl")
+"""Each exchanges something of another kind; CI runs these on Ray, `-m slow` the others."""
 
 
 class Quiet(PlainConsole):
@@ -78,7 +81,7 @@ def test_same_seed_same_digest_and_another_seed_another(
 
 @pytest.mark.ray
 @pytest.mark.parametrize("actors", ["1", "3"])
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", short_form(methods.names(), *KINDS))
 def test_actors_give_the_digest_of_one_process(
     method: str, actors: str, reference: dict[str, Result], tmp_path: Path, cluster: None
 ) -> None:
@@ -88,7 +91,7 @@ def test_actors_give_the_digest_of_one_process(
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", short_form(methods.names(), *KINDS))
 def test_an_actor_for_each_client_gives_the_digest_of_one_process(
     method: str, reference: dict[str, Result], tmp_path: Path, cluster: None
 ) -> None:
