@@ -20,8 +20,15 @@ TINY: dict[str, Any] = {
     "train": {"batch_size": 16, "lr": 0.05},
 }
 NESTED = ["slim_resnet10", "slim_resnet14"]
-FLEETS = dict.fromkeys(("fedavg", "fedin", "fednova", "fedprox", "moon", "scaffold"), NESTED)
+FLEETS = dict.fromkeys(
+    (
+        "fedavg", "fedgen_nested", "fedin", "fednova", "fedprox", "inclusivefl", "incoavg", "moon",
+        "scaffold",
+    ),
+    NESTED,
+)  # fmt: skip
 """Methods that cannot run a mixed fleet of plain models."""
+FLEETS |= {"heterofl": ["slim_resnet10"], "fedrolex": ["cnn5"], "scalefl": ["slim_resnet10"]}
 KINDS = ("fedavg", "fedin", "fedkd", "fedmrl", "fedproto", "fedre", "heterofl")
 """Each exchanges something of another kind; CI runs these on Ray, `-m slow` the others."""
 
@@ -39,6 +46,9 @@ def simulate(method: str, out: Path, **changes: Any) -> Result:
         tree["fleet"] = {"models": FLEETS[method]}
     for key, value in changes.items():
         tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
+    if methods.get(method).needs_public:  # beside what the clients have
+        tree["data"] = {**tree["data"], "public": 10, "samples": tree["data"]["samples"] + 10}
+        tree["hp"] = {"server_steps": 2, "server_batch_size": 4, **tree.get("hp", {})}
     return run(Config.from_tree(tree), Quiet())
 
 

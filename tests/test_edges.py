@@ -6,13 +6,14 @@ participant; and clients that are first chosen when the others have long begun.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
 from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -78,6 +79,8 @@ def simulate(
             types = config.hp.messages()
             states.append({k: wire.unpack(state, types) for k, state in backend.states()})
 
+    if config.hp.needs_public:
+        dealt = replace(dealt, public=np.arange(3))
     run = tiny.simulate(config, data, dealt, watch)
     return Seen(run.rounds, Result.load(out).clients.to_pylist(), run.messages, states)
 
