@@ -89,9 +89,7 @@ class ScaleFL(Method[Client, Server]):
             counts = f"{len(self.widths)} and {len(self.depths)}"
             raise ConfigError(f"--hp.widths and --hp.depths must be as many, got {counts}")
         if self.exit_layers < 0 or self.temperature <= 0:
-            raise ConfigError(
-                "--hp.exit-layers must not be negative, nor --hp.temperature 0 or less"
-            )
+            raise ConfigError("--hp.exit-layers must be 0 or more, --hp.temperature above 0")
         exit_layout(fleet, task, self.depths, self.exit_layers)
 
     def architecture(self, client_id: int, fleet: Fleet) -> str:
