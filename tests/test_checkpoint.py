@@ -440,12 +440,15 @@ def test_a_new_run_never_takes_up_checkpoints_of_another(tmp_path: Path) -> None
 @pytest.mark.parametrize("method", methods.names())
 def test_the_state_of_every_method_comes_back_bit_for_bit(method: str, tmp_path: Path) -> None:
     """Server and clients of the last checkpoint are those the digest was taken of."""
+    from raysim.record import Recorder
     from raysim.summary import digest
 
     result = simulate(method, tmp_path / "run", rounds=2, checkpoint_every=1)
     last = next(Store(result.out, 2).newest_first())
     assert isinstance(last, Checkpoint)
     assert last.round == 2
-    rows = result.rounds.to_pylist()
-    assert digest(last.server(), last.clients(), rows) == result.digest
+    rows, recorder = result.rounds.to_pylist(), Recorder(result.out)
+    recorder.variants.reset(result.variants)
+    variants = recorder.variant_history()
+    assert digest(last.server(), last.clients(), rows, variants) == result.digest
     assert json.loads(last.server().header)  # text, not code
