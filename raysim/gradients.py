@@ -81,4 +81,4 @@ class Alleviation:
         else:
             shares = conflict([g for _, g, _ in found], [h for _, _, h in found], self.scope)
         for (parameter, g, h), share in zip(found, shares, strict=True):
-            parameter.grad = torch.add(h, g, alpha=share)
+            parameter.grad = torch.add(h, g, alpha=share) if share else h
