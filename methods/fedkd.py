@@ -25,7 +25,7 @@ sample (--hp.htfllib-compat). --train.clip is 10 for each module if not set, as 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class Server:
 
 @dataclass(frozen=True)
 class FedKD(Method[Client, Server]):
+    scheduled: ClassVar[str] = "the kept energy"
+
     shared_model: str = "cnn5"
     """Architecture of the mentee g."""
     mentee_lr: float | None = None

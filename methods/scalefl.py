@@ -26,7 +26,7 @@ cyclically, widths rounded up, batch-norm statistics averaged like weights.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -67,6 +67,8 @@ class Client(ClientState):
 
 @dataclass(frozen=True)
 class ScaleFL(Method[Client, Server]):
+    scheduled: ClassVar[str] = "the distillation"
+
     widths: tuple[float, ...] = (0.7, 0.7, 0.75, 1.0)
     """v, the share of channels at each level; levels are dealt to clients cyclically."""
     depths: tuple[float, ...] = (0.56, 0.7, 0.85, 1.0)

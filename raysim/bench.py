@@ -151,7 +151,7 @@ def bench_scale(config: Config, options: Options, folder: Path) -> Iterator[str]
     """Six images a client, so that nothing but the engine could grow, and as many steps a client as
     in the workload above. With 10,000 nearly every participant comes to life in its round; with 100
     only at first. Memory over five rounds: about as many clients come to life."""
-    yield "\ncost grows with participants, not with clients (6 images, 19 steps a client, cohort 10)"
+    yield "\ncost grows with participants, not with clients (6 images, 19 steps each)"
     runs: dict[int, list[Run]] = {100: [], 10_000: []}
     sizes = {clients: 6 * clients * 3 * 32 * 32 / MIB for clients in runs}
     for _ in range(options.turns):

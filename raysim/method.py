@@ -191,6 +191,10 @@ class Method(Generic[C, S]):
     needs_public: ClassVar[str] = ""
     """Why --data.public is needed; empty when it is not."""
 
+    scheduled: ClassVar[str] = ""
+    """What follows a schedule over all --rounds, so that a run cannot be extended; empty when
+    nothing does."""
+
     def check(self, fleet: Fleet, task: Task) -> None:
         """Refuse what this method cannot run, before anything starts: ConfigError with the flag."""
 

@@ -40,6 +40,12 @@ def resumed(folder: Path, words: Sequence[str]) -> Config:
     for key, (old, new) in _differences(saved.to_tree(), asked.to_tree()):
         if not any(key == free or key.startswith(f"{free}.") for free in FREE):
             raise _changed(folder, key.replace("_", "-"), old, new)
+    if asked.rounds != saved.rounds and saved.hp.scheduled:
+        raise ConfigError(
+            f"--resume {folder}: {saved.hp.scheduled} follows a schedule over all --rounds "
+            f"{saved.rounds}, so another number of rounds is another run: --config "
+            f"{folder / 'config.yaml'} --rounds {asked.rounds} --out ANOTHER"
+        )
     if (folder / SUMMARY).exists() and asked.rounds <= saved.rounds:
         raise RunError(
             f"--resume {folder}: the run has finished its {saved.rounds} rounds; "

@@ -99,6 +99,7 @@ class Simulation:
         self.store = Store(self.config.out, config.keep_checkpoints)
         self.round = 0
         """Rounds done."""
+        self.pending: _Pending | None = None
 
     def run(self) -> dict[str, Any]:
         """Simulate all rounds, write everything down and return the summary."""
@@ -198,7 +199,7 @@ class Simulation:
             self.server = self.method.init_server(self._context(0))
         self.round = 0
         self.changed: set[int] = set()
-        self.pending: _Pending | None = None
+        self.pending = None
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0.0)
         self.first_round = time.time()
 

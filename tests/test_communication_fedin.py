@@ -88,13 +88,13 @@ def test_the_five_models_are_the_papers() -> None:
     [
         ("fedavg", P, P),
         ("scaffold", [2 * p for p in P], [2 * p for p in P]),
-        ("moon", P, P),
-        ("fedprox", P, P),
-        ("fednova", [p + 1 for p in P], P),
-        ("inclusivefl", P, P),
-        ("incoavg", P, P),
-        ("fedet", P, P),
-        ("fedgen_nested", P, [p + GENERATOR for p in P]),
+        pytest.param("moon", P, P, marks=pytest.mark.slow),
+        pytest.param("fedprox", P, P, marks=pytest.mark.slow),
+        pytest.param("fednova", [p + 1 for p in P], P, marks=pytest.mark.slow),
+        pytest.param("inclusivefl", P, P, marks=pytest.mark.slow),
+        pytest.param("incoavg", P, P, marks=pytest.mark.slow),
+        pytest.param("fedet", P, P, marks=pytest.mark.slow),
+        pytest.param("fedgen_nested", P, [p + GENERATOR for p in P], marks=pytest.mark.slow),
     ],
 )
 def test_scalars_of_a_client_are_those_of_the_table(
@@ -145,7 +145,11 @@ def bottleneck_resnet(rate: float, classes: int) -> int:
 
 @pytest.mark.parametrize(
     ("method", "classes", "mean"),
-    [("heterofl", 10, 15.5149e6), ("fedrolex", 10, 15.5149e6), ("heterofl", 1000, 16.3015e6)],
+    [
+        ("heterofl", 10, 15.5149e6),
+        pytest.param("fedrolex", 10, 15.5149e6, marks=pytest.mark.slow),
+        pytest.param("heterofl", 1000, 16.3015e6, marks=pytest.mark.slow),
+    ],
 )
 def test_sub_models_cost_what_their_slices_hold(
     method: str, classes: int, mean: float, simulate: Simulate

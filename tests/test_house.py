@@ -27,9 +27,10 @@ SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
 EVERYWHERE = [*SOURCES, *sorted((ROOT / "tests").rglob("*.py"))]
 
 LINES = 300
-METHOD_LINES = 160
+METHOD_LINES = 165
 LARGE_LINES = 450
 LARGE = {
+    "raysim/method.py": "the whole of what a method is made of, and its documentation",
     "raysim/backends/ray.py": "the whole event loop over actors, read top to bottom",
     "raysim/config.py": "every setting, its help and its limits, in one place",
     "raysim/simulation.py": "the whole round loop, read top to bottom",

@@ -7,7 +7,7 @@ from typing import Any
 
 import faults
 import pytest
-from test_contract import Once, simulate
+from test_contract import KINDS, Once, simulate
 
 import methods
 from raysim import Config, Result
@@ -33,7 +33,7 @@ def settings_of(result: Result, out: Path, **changes: Any) -> Config:
 
 
 @pytest.mark.parametrize("after", faults.short_form([1, 2, 3, 4], 3))
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", faults.short_form(methods.names(), *KINDS))
 def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     method: str, after: int, undisturbed: dict[str, Result], tmp_path: Path
 ) -> None:
@@ -47,7 +47,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not(
     faults.assert_same_run(found, expected)
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", faults.short_form(methods.names(), *KINDS))
 def test_a_run_that_died_and_was_resumed_equals_one_that_did_not(
     method: str, undisturbed: dict[str, Result], tmp_path: Path
 ) -> None:
@@ -152,7 +152,7 @@ def test_a_run_of_three_actors_may_go_on_with_one(
 # Longer
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", faults.short_form(methods.names(), *KINDS))
 def test_a_finished_run_may_be_extended(
     method: str, undisturbed: dict[str, Result], tmp_path: Path
 ) -> None:
@@ -160,6 +160,10 @@ def test_a_finished_run_may_be_extended(
     shorter = simulate(method, tmp_path / "run", **{**SETTINGS, "rounds": 3})
     assert shorter.rounds["accuracy"][2].is_valid
     assert not undisturbed[method].rounds["accuracy"][2].is_valid
+    if methods.get(method).scheduled:
+        with pytest.raises(ConfigError, match="follows a schedule over all --rounds 3"):
+            resumed(tmp_path / "run", ["--resume", str(tmp_path / "run"), "--rounds", "5"])
+        return
     faults.assert_same_run(faults.resume(tmp_path / "run", rounds=5), undisturbed[method])
 
 
@@ -278,7 +282,7 @@ def test_a_finished_run_is_refused_and_stays_as_it_is(
 # Lost states
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", faults.short_form(methods.names(), *KINDS))
 def test_a_run_that_loses_states_goes_back_and_ends_the_same(
     method: str, undisturbed: dict[str, Result], tmp_path: Path
 ) -> None:
