@@ -60,8 +60,7 @@ def union(ctx: ServerContext, apart: bool = False, statistics: bool = True) -> U
 
 
 def part(weights: Weights, layers: Sequence[str]) -> Weights:
-    """Those of the layers that there are, in the order of `layers`; without their architectures.
-    """
+    """Those of the layers that there are, in the order of `layers`; without their architectures."""
     return {layer.rpartition("/")[2]: weights[layer] for layer in layers if layer in weights}
 
 
