@@ -18,8 +18,9 @@ So in n rounds every entry is trained, also where no client has rate 1. Choices,
 are HeteroFL's as well: the public code moves its windows backwards (--hp.backwards), keeps no
 batch-norm statistics but tests with those of the test batch (--hp.statistics batch), and weighs
 what it averages for norms and the classifier by how often it was trained; the paper's mean is
-plain. A window of all channels leaves them in order, which only names them differently. Gradients
-are clipped to norm 1 unless --train.clip says otherwise.
+plain. A window of all channels leaves them in order, which only names them differently. Batch-norm
+statistics are of each rate's own. Gradients are clipped to norm 1 unless --train.clip says
+otherwise.
 """
 
 from collections.abc import Sequence
@@ -66,8 +67,8 @@ class FedRolex(Method[Client, Server]):
     """Leave classes that a client does not have out of its loss, and out of what the server takes
     from it."""
     statistics: Literal["sent", "batch"] = "sent"
-    """Batch-norm statistics for testing: gathered in training and averaged like weights, or those
-    of the test batch, as in the public code (a batch of one uses the former)."""
+    """Batch-norm statistics for testing: gathered in training and averaged over clients of a rate,
+    or those of the test batch, as in the public code (a batch of one uses the former)."""
     weighting: Literal["uniform", "samples"] = "uniform"
     """How the values sent for an entry are averaged: equally, or by n_k."""
 
@@ -98,14 +99,14 @@ class FedRolex(Method[Client, Server]):
         return sub.part_of(rate, ctx, start=start)
 
     def init_server(self, ctx: ServerContext) -> Server:
-        return Server(get_weights(ctx.build_model()))
+        return Server(get_weights(ctx.build_model()), {})
 
     def init_client(self, model: SplitModel, ctx: ClientContext) -> Client:
         return sub.born(model, self.rate(ctx.client_id), self.scaler, ctx)
 
     def broadcast(self, server: Server, cohort: Sequence[int], ctx: ServerContext) -> PerClient:
         rates = {client: self.rate(client) for client in cohort}
-        return sub.deal(server.weights, rates, lambda rate: self.part(rate, ctx))
+        return sub.deal(server, rates, lambda rate: self.part(rate, ctx))
 
     def receive(self, client: Client, message: Download, ctx: ClientContext) -> None:
         set_weights(client.model, message.model)
@@ -127,9 +128,7 @@ class FedRolex(Method[Client, Server]):
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext
     ) -> None:
         weigh = shares(replies, self.weighting)
-        server.weights = sub.average(
-            server.weights, replies, lambda rate: self.part(rate, ctx), weigh, self.masked
-        )
+        sub.average(server, replies, lambda rate: self.part(rate, ctx), weigh, self.masked)
 
     def predict(self, client: Client, x: Tensor) -> Tensor:
         return by_batch(client.model, x) if self.statistics == "batch" else client.model(x)

@@ -16,9 +16,10 @@ Diao et al., ICLR 2021. https://arxiv.org/abs/2010.01264
 Choices. The paper tests the global model only and so scales in training only; here sub-models are
 tested, as they were trained: with their scaler (--hp.scaler training is the public code's). Its
 batch norm keeps no statistics; for testing, the server makes them with everybody's data. Here
-participants send those of their training, which are no scalars as the papers count. --hp.statistics
-queried is the paper's without the data: participants measure them with the new global model, at the
-price of a second download. Rates are dealt cyclically, not in blocks. The public code cannot slice
+participants send those of their training, which are no scalars as the papers count, and each rate
+has its own: the same channel sees other numbers in a narrow model. --hp.statistics queried is the
+paper's without the data: participants measure them with the new global model, at the price of a
+second download. Rates are dealt cyclically, not in blocks. The public code cannot slice
 bottlenecks; ours slices whatever `raysim.channels` understands. As there, gradients are clipped to
 norm 1 unless --train.clip says otherwise, and clients weigh the same.
 """
@@ -50,7 +51,7 @@ from raysim import submodels as sub
 from raysim.channels import layout
 from raysim.nested import shares
 from raysim.norms import measure
-from raysim.slicing import Part, scatter_mean
+from raysim.slicing import Part
 from raysim.submodels import Client, Download, Server, Upload
 from zoo import SplitModel
 
@@ -72,8 +73,8 @@ class HeteroFL(Method[Client, Server]):
     """Leave classes that a client does not have out of its loss, and out of what the server takes
     from it."""
     statistics: Literal["sent", "queried", "local"] = "sent"
-    """Batch-norm statistics for testing: gathered in training and averaged like weights, measured
-    by the participants with the new global model (static batch norm), or each client's own."""
+    """Batch-norm statistics for testing: gathered in training and averaged over clients of a rate,
+    measured by them with the new global model (static batch norm), or each client's own."""
     weighting: Literal["uniform", "samples"] = "uniform"
     """How the values sent for an entry are averaged: equally, or by n_k."""
 
@@ -96,7 +97,7 @@ class HeteroFL(Method[Client, Server]):
         return self.rates[client_id % len(self.rates)]
 
     def init_server(self, ctx: ServerContext) -> Server:
-        return Server(get_weights(ctx.build_model()))
+        return Server(get_weights(ctx.build_model()), {})
 
     def init_client(self, model: SplitModel, ctx: ClientContext) -> Client:
         return sub.born(model, self.dealt(ctx.client_id), self.scaler, ctx)
@@ -107,7 +108,7 @@ class HeteroFL(Method[Client, Server]):
             drawn = torch.randint(len(self.rates), (len(cohort),)).tolist()
             rates = {client: self.rates[i] for client, i in zip(cohort, drawn, strict=True)}
         statistics = self.statistics != "local"
-        return sub.deal(server.weights, rates, lambda rate: sub.part_of(rate, ctx, statistics))
+        return sub.deal(server, rates, lambda rate: sub.part_of(rate, ctx, statistics))
 
     def receive(self, client: Client, message: Download, ctx: ClientContext) -> None:
         own = get_weights(client.model) if self.statistics == "local" else {}
@@ -139,16 +140,15 @@ class HeteroFL(Method[Client, Server]):
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext
     ) -> None:
         weigh = shares(replies, self.weighting)
-        server.weights = sub.average(
-            server.weights, replies, lambda rate: self.uploaded(rate, ctx), weigh, self.masked
-        )
+        sub.average(server, replies, lambda rate: self.uploaded(rate, ctx), weigh, self.masked)
 
     def round(self, server: Server, cohort: Cohort, ctx: ServerContext) -> None:
         super().round(server, cohort, ctx)
         if self.statistics == "queried":
             replies = cohort.call(self.query, self.broadcast(server, cohort.ids, ctx))
             uploads = [(r.payload.statistics, sub.part_of(r.payload.rate, ctx)) for r in replies]
-            server.weights = scatter_mean(server.weights, uploads, shares(replies, self.weighting))
+            groups = [f"{reply.payload.rate:g}" for reply in replies]
+            sub.take_in(server, uploads, groups, shares(replies, self.weighting))
 
     def query(self, client: Client, message: Download, ctx: ClientContext) -> Measured:
         self.receive(client, message, ctx)

@@ -21,7 +21,7 @@ by the number of classes too, and lets it (--hp.faithful). gamma is what that co
 images its default is 0. Exits are behind the blocks nearest to --hp.depths, ResNet-110's 30, 38 and
 46 of 54: levels that end at one block of a small model share its exit. An exit is convolutions with
 batch norm, a pool and a linear layer; behind a vector, the linear layer. Levels are dealt
-cyclically, widths rounded up, batch-norm statistics averaged like weights.
+cyclically, widths rounded up, batch-norm statistics averaged over the clients of a level.
 """
 
 from collections.abc import Sequence
@@ -47,8 +47,8 @@ from raysim import (
     set_weights,
 )
 from raysim.exits import ExitModel, exit_layout, part_at
-from raysim.slicing import Part, cut, expected, scatter_mean
-from raysim.submodels import Server, check_rates, scale, shrink
+from raysim.slicing import Part, cut, expected
+from raysim.submodels import Server, as_seen, check_rates, scale, shrink, take_in
 from zoo import SplitModel
 
 
@@ -67,6 +67,7 @@ class Client(ClientState):
 
 @dataclass(frozen=True)
 class ScaleFL(Method[Client, Server]):
+    same_models = "cuts sub-models out of one global model"
     scheduled: ClassVar[str] = "the distillation"
 
     widths: tuple[float, ...] = (0.7, 0.7, 0.75, 1.0)
@@ -81,8 +82,6 @@ class ScaleFL(Method[Client, Server]):
     """T, which softens the answers that are distilled."""
     faithful: bool = False
     """Distill as the public code does: KL divided by the classes, and the teacher learns."""
-
-    same_models = "cuts sub-models out of one global model"
 
     def check(self, fleet: Fleet, task: Task) -> None:
         check_rates(self.widths, "--hp.widths")
@@ -108,7 +107,7 @@ class ScaleFL(Method[Client, Server]):
         return ExitModel(model, task, self.depths, self.exit_layers)
 
     def init_server(self, ctx: ServerContext) -> Server:
-        return Server(get_weights(self.with_exits(ctx.build_model(), ctx.task)))
+        return Server(get_weights(self.with_exits(ctx.build_model(), ctx.task)), {})
 
     def init_client(self, model: SplitModel, ctx: ClientContext) -> Client:
         own, level = self.with_exits(model, ctx.task), self.level(ctx.client_id)
@@ -119,7 +118,7 @@ class ScaleFL(Method[Client, Server]):
 
     def broadcast(self, server: Server, cohort: Sequence[int], ctx: ServerContext) -> PerClient:
         levels = dict.fromkeys(map(self.level, cohort))
-        messages = {q: Download(cut(server.weights, self.part(q, ctx))) for q in levels}
+        messages = {q: Download(cut(as_seen(server, str(q)), self.part(q, ctx))) for q in levels}
         return PerClient({client: messages[self.level(client)] for client in cohort})
 
     def receive(self, client: Client, message: Download, ctx: ClientContext) -> None:
@@ -148,8 +147,9 @@ class ScaleFL(Method[Client, Server]):
     def server_update(
         self, server: Server, replies: Sequence[Reply[Upload]], ctx: ServerContext
     ) -> None:
+        levels = [self.level(reply.client_id) for reply in replies]
         uploads = [(r.payload.model, self.part(self.level(r.client_id), ctx)) for r in replies]
-        server.weights = scatter_mean(server.weights, uploads, [1.0] * len(uploads))
+        take_in(server, uploads, [str(level) for level in levels], [1.0] * len(levels))
 
     def variants(self, client: Client, x: Tensor) -> dict[str, Tensor]:
         *early, last = client.model.answers(x)

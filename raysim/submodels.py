@@ -41,6 +41,7 @@ class Client(ClientState):
 @dataclass
 class Server:
     weights: Weights  # of the global model
+    statistics: dict[str, Weights]  # by group of equal sub-models: what batch norm has measured
 
 
 def check_rates(rates: Sequence[float], flag: str = "--hp.rates") -> None:
@@ -157,10 +158,17 @@ def apart(weights: Weights, statistics: bool) -> Weights:
     return {name: w for name, w in weights.items() if is_statistic(name) == statistics}
 
 
-def deal(weights: Weights, rates: Mapping[int, float], part: Callable[[float], Part]) -> PerClient:
+def as_seen(server: Server, group: str) -> Weights:
+    """The global model with the batch-norm statistics of a group of sub-models: what flows through
+    a narrow model is not what flows through a wide one, even where they share all weights."""
+    return server.weights | server.statistics.get(group, {})
+
+
+def deal(server: Server, rates: Mapping[int, float], part: Callable[[float], Part]) -> PerClient:
     """To each client its part; those of one rate get the same message."""
     messages = {
-        rate: Download(cut(weights, part(rate)), rate) for rate in dict.fromkeys(rates.values())
+        rate: Download(cut(as_seen(server, f"{rate:g}"), part(rate)), rate)
+        for rate in dict.fromkeys(rates.values())
     }
     return PerClient({client: messages[rate] for client, rate in rates.items()})
 
@@ -171,17 +179,34 @@ def expect(part: Part) -> Upload:
 
 
 def average(
-    weights: Weights,
+    server: Server,
     replies: Sequence[Reply[Upload]],
     part: Callable[[float], Part],
     shares: Sequence[float],
     masked: bool,
-) -> Weights:
+) -> None:
     """Every entry the mean of what was sent for it; `masked`, the rows of the head from those who
     have the class."""
-    uploads = []
+    uploads, groups = [], []
     for reply in replies:
         sent, rate, classes = reply.payload
         where = part(rate)
         uploads.append(answered(sent, where, classes) if masked else (sent, where))
-    return scatter_mean(weights, uploads, shares)
+        groups.append(f"{rate:g}")
+    take_in(server, uploads, groups, shares)
+
+
+def take_in(
+    server: Server,
+    uploads: Sequence[tuple[Weights, Part]],
+    groups: Sequence[str],
+    shares: Sequence[float],
+) -> None:
+    """The scatter-mean of all uploads; of batch-norm statistics, of each group's by themselves."""
+    for group in dict.fromkeys(groups):
+        own = [i for i, other in enumerate(groups) if other == group]
+        before = apart(as_seen(server, group), statistics=True)
+        few = [shares[i] for i in own]
+        server.statistics[group] = scatter_mean(before, [uploads[i] for i in own], few)
+    learned = apart(server.weights, statistics=False)
+    server.weights |= scatter_mean(learned, uploads, shares)

@@ -11,7 +11,6 @@ import pytest
 import tiny
 import torch
 from small_zoo import zoo_of
-from torch import Tensor
 from torch.testing import assert_close
 
 from methods.heterofl import HeteroFL
@@ -251,10 +250,6 @@ def test_dynamic_rates_are_drawn_for_every_round(tmp_path: Path) -> None:
         assert len(state["model"]["trunk.0.weight"]) == ceil(state["rate"] * 256)
 
 
-def statistics(tree: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: w for name, w in tree.items() if "running" in name}
-
-
 def test_local_statistics_never_travel(tmp_path: Path) -> None:
     run = simulate(tmp_path, statistics="local")
     for client, rate in enumerate(FIVE):
@@ -280,18 +275,30 @@ def test_queried_statistics_are_of_the_new_global_model(tmp_path: Path) -> None:
     assert_close(state["stem.1.running_var"], first.var(dim=(0, 2, 3)), atol=1e-5, rtol=1e-4)
 
 
-def test_sent_statistics_are_averaged_over_those_who_have_the_channel() -> None:
+def test_each_rate_has_batch_norm_statistics_of_its_own() -> None:
+    """Clients 0 and 2 of rate 1 send 1 and 2, client 1 of rate 1/2 sends 5: statistics are 3/2 and
+    5, and the gain is (1 + 2 + 5) / 3 = 8/3 where all have it and 3/2 elsewhere."""
     fleet = Fleet((RESNET,), 128)
     hp, ctx = HeteroFL(rates=(1.0, 0.5)), tiny.server_context(fleet, Task(2))
     server = hp.init_server(ctx)
     replies = []
-    for client, value in enumerate((1.0, 5.0)):
+    for client, value in ((0, 1.0), (1, 5.0), (2, 2.0)):
         part = hp.broadcast(server, [client], ctx)[client]
         sent = {k: torch.full_like(w, value) for k, w in part.model.items()}
         replies.append(Reply(client, 1, Upload(sent, part.rate, torch.tensor([0, 1]))))
     hp.server_update(server, replies, ctx)
-    found = statistics(server.weights)["stem.1.running_var"]
-    assert found.tolist() == [3.0] * 8 + [1.0] * 8
+    message = hp.broadcast(server, [0, 1], ctx)
+    wide, narrow = message[0].model, message[1].model
+    assert wide["stem.1.running_var"].tolist() == [1.5] * 16
+    assert narrow["stem.1.running_var"].tolist() == [5.0] * 8
+    assert [wide["stem.1.num_batches_tracked"], narrow["stem.1.num_batches_tracked"]] == [1, 5]
+    assert_close(wide["stem.1.weight"], torch.tensor([8 / 3] * 8 + [1.5] * 8))
+    assert_close(narrow["stem.1.weight"], torch.tensor([8 / 3] * 8))
+    # A rate without participants keeps its own.
+    hp.server_update(server, replies[:1], ctx)
+    again = hp.broadcast(server, [0, 1], ctx)
+    assert again[0].model["stem.1.running_var"].tolist() == [1.0] * 16
+    assert again[1].model["stem.1.running_var"].tolist() == [5.0] * 8
 
 
 # What is refused
