@@ -128,20 +128,20 @@ def test_evaluation_never_changes_training(
     assert losses == [row["train_loss"] for row in reference[method].rounds.to_pylist()]
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", short_form(methods.names(), *KINDS))
 def test_one_client_alone_works(method: str, tmp_path: Path) -> None:
     result = simulate(method, tmp_path / "one", clients=1, participation=1.0, rounds=2)
     assert 0 <= result.accuracy <= 1
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", short_form(methods.names(), *KINDS))
 def test_clients_with_one_class_and_less_than_a_batch_work(method: str, tmp_path: Path) -> None:
     lonely = {"partition": "pathological", "classes_per_client": 1, "samples": 40, "classes": 2}
     result = simulate(method, tmp_path / "lonely", rounds=2, data=lonely, train={"batch_size": 64})
     assert 0 <= result.accuracy <= 1
 
 
-@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("method", short_form(methods.names(), *KINDS))
 def test_clients_with_one_sample_work(method: str, tmp_path: Path) -> None:
     single = {"partition": "iid", "samples": 7, "classes": 2}
     result = simulate(method, tmp_path / "single", rounds=2, data=single, participation=1.0)
