@@ -47,7 +47,7 @@ class FedAvg(Method[ClientState, Union]):
     """How participants are weighted: by n_k as in FedAvg, or equally as in FedIN's Eq. 19."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
-        nested.check(fleet, task, "fedavg")
+        nested.check(fleet, task, type(self).__name__.lower())
 
     def init_server(self, ctx: ServerContext) -> Union:
         return nested.union(ctx)

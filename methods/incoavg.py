@@ -30,27 +30,20 @@ averaged.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from methods.fedavg import FedAvg, Upload
 from raysim import (
-    ClientContext,
-    ClientState,
     ConfigError,
     Fleet,
-    Method,
-    PerClient,
     Reply,
     ServerContext,
     Task,
-    Weights,
     blocks,
-    get_weights,
     nested,
-    set_weights,
     weighted_mean,
 )
 from raysim.nested import Union
@@ -58,16 +51,8 @@ from raysim.nested import Union
 TINY = 1e-7  # the authors', beside every divisor
 
 
-class Download(NamedTuple):
-    model: Weights
-
-
-class Upload(NamedTuple):
-    model: Weights
-
-
 @dataclass(frozen=True)
-class InCoAvg(Method[ClientState, Union]):
+class InCoAvg(FedAvg):
     mixing: Literal["code", "theorem"] = "code"
     """How a deep layer's update meets a shallow one's: as the authors' code mixes them, or as their
     Theorem 3.1 projects them."""
@@ -75,38 +60,15 @@ class InCoAvg(Method[ClientState, Union]):
     """Most that the shallow update may weigh, with --hp.mixing code."""
     limit: float = 0.1
     """Most that a mixed update may change one weight, with --hp.mixing code."""
-    weighting: Literal["samples", "uniform"] = "samples"
-    """How participants are weighted: by n_k as in FedAvg, or equally as in FedIN's Eq. 19."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
-        nested.check(fleet, task, "incoavg")
+        super().check(fleet, task)
         for name, usual in (("max_theta", 5), ("limit", 0.1)):
             if not getattr(self, name) > 0:
                 flag = f"--hp.{name.replace('_', '-')}"
                 raise ConfigError(
                     f"{flag} must be above 0, got {getattr(self, name)}. Try {flag} {usual}"
                 )
-
-    def init_server(self, ctx: ServerContext) -> Union:
-        return nested.union(ctx)
-
-    def broadcast(
-        self, server: Union, cohort: Sequence[int], ctx: ServerContext
-    ) -> PerClient | Download:
-        return nested.deal(
-            server, cohort, ctx, lambda layers: Download(nested.part(server.weights, layers))
-        )
-
-    def receive(self, client: ClientState, message: Download, ctx: ClientContext) -> None:
-        set_weights(client.model, message.model)
-
-    def client_update(self, client: ClientState, message: Download, ctx: ClientContext) -> Upload:
-        model = client.model
-        ctx.fit(lambda x, y: F.cross_entropy(model(x), y), model)
-        return Upload(get_weights(model))
-
-    def expected(self, client_id: int, ctx: ServerContext) -> Upload:
-        return Upload(ctx.weights_like(ctx.fleet.model_of(client_id)))
 
     def server_update(
         self, server: Union, replies: Sequence[Reply[Upload]], ctx: ServerContext

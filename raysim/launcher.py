@@ -24,9 +24,8 @@ def become(config: Config, started: float, resume: bool) -> None:
     preflight(config, resume)
     launch = ready(config, started, resume)
     file = os.memfd_create("raysim-launch", 0)  # without close-on-exec
-    text = json.dumps(launch._replace(config=config.to_tree())._asdict())  # type: ignore[arg-type]
     with open(file, "w", closefd=False) as stream:
-        stream.write(text)
+        json.dump(launch._asdict() | {"config": config.to_tree()}, stream)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "raysim.launcher", str(file)])

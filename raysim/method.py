@@ -190,10 +190,8 @@ class Method(Generic[C, S]):
     """Why every client needs the same architecture; empty when models may differ."""
     needs_public: ClassVar[str] = ""
     """Why --data.public is needed; empty when it is not."""
-
     scheduled: ClassVar[str] = ""
-    """What follows a schedule over all --rounds, so that a run cannot be extended; empty when
-    nothing does."""
+    """What follows a schedule over all --rounds, so that a run cannot be extended; else empty."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
         """Refuse what this method cannot run, before anything starts: ConfigError with the flag."""
@@ -228,10 +226,8 @@ class Method(Generic[C, S]):
 
     def predict(self, client: C, x: Tensor) -> Tensor:
         """Scores, (batch, classes); the largest is the answer, -inf means "never"."""
-        scores: Tensor = (
-            self.variants(client, x)[self.headline] if self.headline else client.model(x)
-        )
-        return scores
+        named = self.variants(client, x) if self.headline else {"": client.model(x)}
+        return named[self.headline]
 
     def variants(self, client: C, x: Tensor) -> dict[str, Tensor]:
         """Scores of further ways to answer, by name, for a method that has several inference

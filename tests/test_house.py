@@ -30,7 +30,6 @@ LINES = 300
 METHOD_LINES = 165
 LARGE_LINES = 450
 LARGE = {
-    "raysim/method.py": "the whole of what a method is made of, and its documentation",
     "raysim/backends/ray.py": "the whole event loop over actors, read top to bottom",
     "raysim/config.py": "every setting, its help and its limits, in one place",
     "raysim/simulation.py": "the whole round loop, read top to bottom",
@@ -116,10 +115,12 @@ def test_the_readme_has_a_row_for_each_method(name: str) -> None:
 
 
 def helps(cls: type) -> dict[str, str]:
-    """The docstring that follows each field of a class; empty where there is none."""
+    """The docstring that follows each field of a class, its own or inherited; empty where there is
+    none."""
+    bases = [base for base in cls.__bases__ if dataclasses.is_dataclass(base)]
+    found = {name: text for base in bases for name, text in helps(base).items()}
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    found = {}
     for node, after in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             text = after.value if isinstance(after, ast.Expr) else None
