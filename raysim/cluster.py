@@ -45,25 +45,31 @@ def connected(config: Config) -> Iterator[str | None]:
 
 
 def _start(dashboard: bool) -> "ray._private.worker.BaseContext":
-    context = ray.init(
-        address="local",  # never join a cluster the user did not name
-        include_dashboard=dashboard,
-        dashboard_host="127.0.0.1",
-        logging_level=logging.ERROR,
-        namespace="raysim",
-    )
-    _end_idle_daemons(dashboard)
-    return context
+    with _no_idle_daemons(dashboard):
+        return ray.init(
+            address="local",  # never join a cluster the user did not name
+            include_dashboard=dashboard,
+            dashboard_host="127.0.0.1",
+            logging_level=logging.ERROR,
+            namespace="raysim",
+        )
 
 
-def _end_idle_daemons(dashboard: bool) -> None:
-    """One machine needs no autoscaler, and without a dashboard no server for one; Ray starts both
-    all the same: 116 MiB. There is no public way to ask, so this is only tried."""
-    node = getattr(ray._private.worker, "_global_node", None)
-    for kind in ("monitor",) if dashboard else ("monitor", "dashboard"):
-        end = getattr(node, f"kill_{kind}", None)
-        if end is not None:
-            end(check_alive=False)
+@contextmanager
+def _no_idle_daemons(dashboard: bool) -> Iterator[None]:
+    """One machine needs no autoscaler, and without a dashboard no server for one; Ray would start
+    both all the same: 116 MiB and most of a second. There is no public way to ask, so this is only
+    tried."""
+    node = getattr(getattr(ray._private, "node", None), "Node", None)
+    names = ("start_monitor",) if dashboard else ("start_monitor", "start_api_server")
+    theirs = {name: getattr(node, name) for name in names if hasattr(node, name)}
+    for name in theirs:
+        setattr(node, name, lambda self, **options: None)
+    try:
+        yield
+    finally:
+        for name, function in theirs.items():
+            setattr(node, name, function)
 
 
 def node_resources() -> list[dict[str, float]]:
