@@ -27,13 +27,16 @@ import tyro
 
 from raysim import data
 from raysim.bare_loop import WARM, bare_loop
+from raysim.bench_muscle import bench as muscle
 from raysim.config import Config, DataConfig, EvalConfig, TrainConfig
 from raysim.errors import DataError
 from raysim.result import Result
 
 MIB = 2**20
 Kind = tuple[Literal["fp32", "bf16"], Literal["contiguous", "channels_last"]]
-Part = Literal["rounds", "evaluation", "precision", "checkpoint", "memory", "start", "scale"]
+Part = Literal[
+    "rounds", "evaluation", "precision", "checkpoint", "memory", "start", "scale", "muscle"
+]
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,10 @@ def bench_scale(config: Config, options: Options, folder: Path) -> Iterator[str]
     )
     many = engine(_scaled(config, 100_000, rounds=2), folder)
     yield f"  100000 clients: first round after {many.start:.1f} s, {many.seconds:.3f} s a round"
+
+
+def bench_muscle(config: Config, options: Options, folder: Path) -> Iterator[str]:
+    return muscle(options.turns)
 
 
 def _scaled(config: Config, clients: int, rounds: int) -> Config:
