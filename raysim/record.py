@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,7 +23,9 @@ import yaml
 from raysim.config import Config
 from raysim.data.partition import Split
 from raysim.errors import RunError, WriteError
-from raysim.fleet import Fleet
+
+if TYPE_CHECKING:
+    from raysim.fleet import Fleet  # which takes torch
 
 Row = dict[str, Any]
 
@@ -111,7 +113,7 @@ class Recorder:
         self.variants = Table(out / "variants.parquet", VARIANTS, optional=True)
 
     def open(
-        self, config: Config, fleet: Fleet, split: Split, labels: Any, classes: int, again: bool
+        self, config: Config, fleet: "Fleet", split: Split, labels: Any, classes: int, again: bool
     ) -> None:
         """Write what is known before the first round; `again` in the folder of a run that is to be
         continued."""
@@ -217,7 +219,7 @@ def config_yaml(config: Config) -> str:
     return yaml.safe_dump(tree, sort_keys=False)
 
 
-def split_table(fleet: Fleet, split: Split, labels: Any, classes: int) -> pa.Table:
+def split_table(fleet: "Fleet", split: Split, labels: Any, classes: int) -> pa.Table:
     """One row for each client and part: how many samples of each class, and which ones."""
     counts = split.class_table(labels, classes)
     ids = range(split.num_clients)
