@@ -23,10 +23,30 @@ def make_batch(
     `take` copies, so that torch never sees the data set itself, which is read-only. Bytes travel to
     the device, and the layout changes last: each is the fastest order measured.
     """
+    if dataset.kind != "single":
+        return _answered(dataset, rows, device, memory_format)
+    x = _images(dataset, rows, device)
+    y = torch.from_numpy(dataset.labels.take(rows)).to(device)
+    return x.contiguous(memory_format=FORMATS[memory_format]), y
+
+
+def _images(dataset: Dataset, rows: Ints, device: torch.device) -> Tensor:
     scale, shift = _affine(dataset.mean, dataset.std, device)
     x = torch.from_numpy(dataset.images.take(rows, axis=0)).to(device)
-    x = x.to(torch.float32).mul_(scale).add_(shift)
-    y = torch.from_numpy(dataset.labels.take(rows)).to(device)
+    return x.to(torch.float32).mul_(scale).add_(shift)
+
+
+def _answered(
+    dataset: Dataset, rows: Ints, device: torch.device, memory_format: str
+) -> tuple[Tensor, Tensor]:
+    """The same for sentences, and for answers that are not one class: several classes as numbers 0
+    and 1, and the classes of pixels."""
+    answers = dataset.labels if dataset.targets is None else dataset.targets
+    y = torch.from_numpy(answers.take(rows, axis=0)).to(device)
+    y = y.float() if dataset.kind == "multilabel" else y.long()
+    if dataset.kind == "text":
+        return torch.from_numpy(dataset.images.take(rows, axis=0)).to(device).long(), y
+    x = _images(dataset, rows, device)
     return x.contiguous(memory_format=FORMATS[memory_format]), y
 
 

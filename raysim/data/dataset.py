@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from raysim.config import DataConfig
 from raysim.data import cache, partition, shapes
 from raysim.errors import ConfigError, DataError, unknown
-from raysim.task import Task
+from raysim.task import Kind, Task
 
 PARQUET = "parquet:"
 
@@ -24,7 +25,7 @@ class Dataset:
     """Images and labels, read-only; normalized only in batches, so that they stay bytes."""
 
     name: str
-    images: npt.NDArray[np.uint8]
+    images: npt.NDArray[Any]
     """(n, channels, size, size), C-contiguous."""
     labels: npt.NDArray[np.int64]
     num_train: int
@@ -33,10 +34,20 @@ class Dataset:
     mean: tuple[float, ...]
     """Of each channel, for pixels in [0, 1]; with `std` it normalizes, and is a convention."""
     std: tuple[float, ...]
+    kind: Kind = "single"
+    """What is asked of a sample. A text set has token numbers, (n, length), for images."""
+    targets: npt.NDArray[Any] | None = None
+    """The answers where a label is none: (n, num_classes) of 0 and 1, or (n, size, size) classes of
+    pixels. `labels` then only say how samples are dealt."""
+    words: int = 0
+    """How many different token numbers a text set may have."""
 
     @property
     def task(self) -> Task:
-        return Task(self.num_classes, self.images.shape[1], self.images.shape[2])
+        if self.kind == "text":
+            length = self.images.shape[1]
+            return Task(self.num_classes, kind="text", words=self.words, length=length)
+        return Task(self.num_classes, self.images.shape[1], self.images.shape[2], self.kind)
 
 
 def names() -> list[str]:

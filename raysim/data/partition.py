@@ -101,7 +101,7 @@ def split(
     official = config.test == "official"
     pool = labels[:num_train] if official else labels
     if config.public > 0:
-        public, rest = _set_aside(config, len(pool), len(labels), num_clients)
+        public, rest = set_aside(config, len(pool), len(labels), num_clients)
         left, config = int((rest < num_train).sum()), replace(config, public=0)
         dealt = split(labels[rest], left, num_classes, num_clients, config, seed)
         indices = rest[dealt.indices]
@@ -149,7 +149,7 @@ def _check(
         )
 
 
-def _set_aside(
+def set_aside(
     config: DataConfig, pool: int, num_samples: int, num_clients: int
 ) -> tuple[Ints, Ints]:
     """The public samples, of the first `pool`, and the others, both ascending."""
