@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from browser import CHROMIUM, WHY_NOT, Browser, browser
 
 from raysim import Config, DataConfig, FleetConfig, TrainConfig, run
 from raysim.console import PlainConsole
@@ -27,7 +28,6 @@ from raysim.report.groups import Group, grouped
 from raysim.report.page import embedded
 from raysim.report.read import Run, find, read
 from raysim.report.tables import Table, faults, results, settings, variants
-from tests.browser import CHROMIUM, WHY_NOT, Browser, browser
 
 
 def made(out: Path, method: str = "fedproto", seed: int = 0, **changes: Any) -> Path:
@@ -447,7 +447,14 @@ def test_two_methods_are_compared_client_by_client(tab: Browser) -> None:
         tab.evaluate("document.querySelectorAll('#difference select')[1].value"),
     )
     assert "no run in common" in tab.evaluate("document.querySelector('#difference').textContent")
-    choose(tab, "#difference select", "0")
+    # fedproto has two seeds, local only the first: they share the clients of that one.
+    names = tab.evaluate(
+        "[...document.querySelector('#difference select').options].map(o => o.text)"
+    )
+    choose(tab, "#difference select", str(names.index("fedproto lr=0.05")))
+    choose(tab, "#difference label:nth-child(2) select", str(names.index("local")))
+    seeds = "[...document.querySelector('#difference label:nth-child(3) select').options]"
+    assert tab.evaluate(f"{seeds}.map(o => o.text)") == ["seed 0"]
     assert tab.errors == []
 
 
