@@ -9,13 +9,16 @@ import time
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from raysim.config import Config
 from raysim.errors import RaysimError
 from raysim.events import Event, Failed
+
+if TYPE_CHECKING:
+    from raysim.monitoring import Monitor
 
 Poll = tuple[str, list[Event], tuple[int, int], bool]
 
@@ -36,6 +39,7 @@ class DriverActor:
         self._events: list[Event] = []
         self._load = (0, 0)
         self._told = 0.0
+        self._monitor: Monitor | None = None
         self._news = threading.Condition()
         self._stop = threading.Event()
         self._done = False
@@ -58,14 +62,20 @@ class DriverActor:
             torch.set_num_threads(1)
             arrow_without_pandas()
             backend = RayBackend(f"{self._name}-{self._life}", self._watch)
-            Simulation(
+            simulation = Simulation(
                 self._config,
                 backend,
                 self._emit,
                 self._started,
                 resume=self._resume,
                 stop=self._stop.is_set,
-            ).run()
+            )
+            if self._config.dashboard:
+                from raysim.monitoring import Monitor
+
+                out, sums = str(simulation.config.out), lambda: simulation.counters
+                self._monitor = Monitor(Path(out).name, self._config.method, backend, sums)
+            simulation.run()
         except Exception as error:
             self._emit(failed(error))
         finally:
@@ -102,6 +112,8 @@ class DriverActor:
         return {name: (out / name).read_bytes() for name in names if (out / name).exists()}
 
     def _emit(self, event: Event) -> None:
+        if self._monitor is not None:
+            self._monitor.hear(event)
         with self._news:
             self._events.append(event)
             self._news.notify_all()
