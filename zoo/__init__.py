@@ -5,6 +5,9 @@ cnn1..cnn5 and mlp set the width of their last hidden layer, as FedMRL does with
 model. Every other model keeps its layers and maps the representation, as FedRE does: `ap` averages
 and `mp` takes the maximum of neighboring features (AdaptiveAvgPool1d, AdaptiveMaxPool1d), `fc` is a
 learnable Linear.
+
+Most models read images and give one class or several. Those for other tasks have lists of their
+own: `names("segment")`, `names("text")`. `hf:PLACE` is any that transformers loads.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +16,9 @@ from functools import partial
 
 import torch
 
-from raysim.errors import unknown
-from raysim.task import Task
-from zoo import plain, torchvision_models
+from raysim.errors import ConfigError, unknown
+from raysim.task import Kind, Task
+from zoo import attention, plain, pretrained, segmenter, torchvision_models
 from zoo.resnet import resnet
 from zoo.split import Backbone, SplitModel, check_mapping, map_features
 
@@ -37,6 +40,8 @@ class _Model:
     native_dim: int
     adjustable: bool = False
     """Whether `backbone` takes any width, so that feature_dim needs no mapping."""
+    kinds: tuple[Kind, ...] = ("single", "multilabel")
+    """The tasks it can learn."""
 
 
 def _fixed(backbone: Callable[[Task], Backbone], native_dim: int) -> _Model:
@@ -77,6 +82,11 @@ _MODELS: dict[str, _Model] = {
     "mobilenet_v2": _fixed(torchvision_models.mobilenet_v2, 1280),
     "vit_b_16": _fixed(partial(torchvision_models.vit_b, patch=16), 768),
     "vit_b_32": _fixed(partial(torchvision_models.vit_b, patch=32), 768),
+    "vit_small": _Model(partial(attention.vit, patch=4, depth=4, heads=4), 128),
+    "unet": _Model(partial(segmenter.unet, levels=3), 128, kinds=("segment",)),
+    "unet_slim": _Model(partial(segmenter.unet, levels=2), 64, kinds=("segment",)),
+    "bert_small": _Model(partial(attention.bert, depth=2, heads=4), 128, kinds=("text",)),
+    "word_bag": _Model(attention.bag, 128, kinds=("text",)),
 }
 
 _IMAGENET_RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -103,16 +113,23 @@ def build(name: str, task: Task, feature_dim: int | None = None, mapping: str = 
     """
     model = _find(name)
     check_mapping(feature_dim, mapping)
+    if task.kind not in model.kinds:
+        able = ", ".join(names(task.kind))
+        raise ConfigError(
+            f"fleet.models: {name} cannot learn a task of kind {task.kind}; these can: {able}"
+        )
+    make = segmenter.Segmenter if task.kind == "segment" else SplitModel
     if feature_dim is None or model.adjustable:
         width = feature_dim or model.native_dim
-        return SplitModel(name, model.backbone(task, width), width, task.num_classes)
+        return make(name, model.backbone(task, width), width, task.num_classes)
     backbone = model.backbone(task, model.native_dim)
     neck = map_features(backbone.neck, model.native_dim, feature_dim, mapping)
-    return SplitModel(name, backbone._replace(neck=neck), feature_dim, task.num_classes)
+    return make(name, backbone._replace(neck=neck), feature_dim, task.num_classes)
 
 
-def names() -> list[str]:
-    return sorted(_MODELS)
+def names(kind: Kind = "single") -> list[str]:
+    """The models that can learn a kind of task."""
+    return sorted(name for name, model in _MODELS.items() if kind in model.kinds)
 
 
 def families() -> dict[str, tuple[str, ...]]:
@@ -124,7 +141,7 @@ def expand(names: Sequence[str]) -> tuple[str, ...]:
     """The models that a list of models and families stands for, in order, repeats included."""
     models: list[str] = []
     for name in names:
-        if name not in _MODELS and name not in _FAMILIES:
+        if not name.startswith(pretrained.PREFIX) and name not in _MODELS and name not in _FAMILIES:
             raise unknown("model", name, [*_MODELS, *_FAMILIES], "fleet.models")
         models.extend(_FAMILIES.get(name, (name,)))
     return tuple(models)
@@ -145,6 +162,9 @@ def parameter_count(
 
 
 def _find(name: str) -> _Model:
+    if name.startswith(pretrained.PREFIX):
+        backbone, kinds = partial(pretrained.backbone, name), pretrained.kinds(name)
+        return _Model(lambda task, _: backbone(task), pretrained.native_dim(name), kinds=kinds)
     if name not in _MODELS:
         raise unknown("model", name, _MODELS, "fleet.models")
     return _MODELS[name]
