@@ -29,28 +29,31 @@ _ENVIRONMENT = {
 
 
 @contextmanager
-def connected(config: Config) -> Iterator[str | None]:
+def connected(config: Config, prints: bool = True) -> Iterator[str | None]:
     """A connection for a block; yields the dashboard's address. A cluster that was already joined
-    by this process is used as it is and left alone."""
+    by this process is used as it is and left alone. Without `prints`, what actors print stays in
+    Ray's log files."""
     if ray.is_initialized():
         yield None
         return
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    context = _attach(config.address) if config.address else _start(config.dashboard)
+    address = config.address
+    context = _attach(address, prints) if address else _start(config.dashboard, prints)
     try:
         yield context.dashboard_url or None
     finally:
         ray.shutdown()
 
 
-def _start(dashboard: bool) -> "ray._private.worker.BaseContext":
+def _start(dashboard: bool, prints: bool) -> "ray._private.worker.BaseContext":
     with _no_idle_daemons(dashboard):
         return ray.init(
             address="local",  # never join a cluster the user did not name
             include_dashboard=dashboard,
             dashboard_host="127.0.0.1",
             logging_level=logging.ERROR,
+            log_to_driver=prints,
             namespace="raysim",
         )
 
@@ -92,7 +95,7 @@ def _require_answer(address: str) -> None:
         ) from error
 
 
-def _attach(address: str) -> "ray._private.worker.BaseContext":
+def _attach(address: str, prints: bool) -> "ray._private.worker.BaseContext":
     """The other nodes get this code, whatever is installed there."""
     _require_answer(address)
     preflight.knock(address)
@@ -103,6 +106,7 @@ def _attach(address: str) -> "ray._private.worker.BaseContext":
             address=address,
             runtime_env={"py_modules": packages, "excludes": ["__pycache__"]},
             logging_level=logging.ERROR,
+            log_to_driver=prints,
             namespace="raysim",
         )
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:

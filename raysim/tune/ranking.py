@@ -188,7 +188,7 @@ def spread(metric: str, row: Row) -> str:
     """mean ± std, in the metric's own unit."""
     if not row.values:
         return MISSING
-    std = "" if row.std is None else f" ± {number(metric, row.std)}"
+    std = f" ± {number(metric, row.std)}" if row.std else ""
     return f"{number(metric, row.mean)}{std}"
 
 

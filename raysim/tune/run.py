@@ -45,16 +45,12 @@ def run(sweep: Sweep, folder: Path, view: View, resume: bool = False) -> Answer:
         book = Book(folder)
         if resume:
             book.load()
-        else:
-            (folder / "trials").mkdir()
-            for path in file.own_methods(sweep):
-                shutil.copy(path, folder / path.name)
-        write_text(folder / SWEEP, file.to_yaml(sweep))
         runner = _Runner(sweep, book, bases, points, view)
         try:
             runner.run()
         finally:
-            book.write()
+            if runner.begun:
+                book.write()
             view.close()
         answer = conclude(sweep, book, bases)
         shutil.rmtree(folder / "tune", ignore_errors=True)
@@ -96,6 +92,7 @@ class _Runner:
     ) -> None:
         self.sweep, self.book, self.bases, self.view = sweep, book, bases, view
         self.options = sweep.config
+        self.begun = False
         base = self.base = next(iter(bases.values()))
         self.rounds = base.rounds
         self.seeds = range(base.seed, base.seed + self.options.repeat)
@@ -115,8 +112,9 @@ class _Runner:
                 "a sweep runs next to its folder: start it on a machine of the cluster with "
                 "--address auto, as ray job submit -- python -m raysim.tune ... does"
             )
-        logging.getLogger("ray.tune").setLevel(logging.ERROR)
-        with connected(self.base) as dashboard:
+        for name in ("ray.tune", "ray.train", "ray.air"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the view names what fails
+        with connected(self.base, prints=False) as dashboard:
             if self.base.address:
                 for note in preflight.examine(self.base):
                     self.view.note(note)
@@ -147,6 +145,7 @@ class _Runner:
                 options, spaces, self.seeds, self.book.ordered(), self.enter
             )
         total = suggestions.left if suggestions else len(specs)
+        self._begin()
         self.view.begin(
             self.sweep, self.book, total + sum(t.status in OVER for t in self.book.trials.values())
         )
@@ -190,6 +189,15 @@ class _Runner:
         )
         tuner.fit()
 
+    def _begin(self) -> None:
+        """All that could be refused was not: the folder becomes a sweep's."""
+        folder = self.book.folder
+        (folder / "trials").mkdir(exist_ok=True)
+        for path in file.own_methods(self.sweep):
+            shutil.copy(path, folder / path.name)
+        write_text(folder / SWEEP, file.to_yaml(self.sweep))
+        self.begun = True
+
     def _keeper(self) -> Any:
         """On this machine, which has the sweep's folder."""
         import ray
@@ -224,8 +232,7 @@ class _Runner:
     def reported(self, name: str, report: Mapping[str, Any]) -> None:
         trial = self.book.trials[name]
         if "failed" in report:
-            trial.error = str(report["failed"])
-            write_text(self.book.folder / "trials" / f"{name}.error.txt", str(report["cause"]))
+            self._failed(trial, str(report["failed"]), str(report["cause"]))
             return
         known = {name: report[name] for name in _columns() if name in report}
         if "settings" in report:  # PBT may have changed them
@@ -234,9 +241,16 @@ class _Runner:
         trial.rounds[int(report["round"])] = known
         self.view.reported(trial)
 
-    def ended(self, name: str, error: str = "") -> None:
+    def _failed(self, trial: Trial, error: str, cause: str) -> None:
+        trial.error = error
+        write_text(self.book.folder / "trials" / f"{trial.name}.error.txt", f"{cause}\n")
+
+    def ended(self, name: str, crash: str = "") -> None:
         trial = self.book.trials[name]
-        trial.error = error or trial.error
+        if crash:
+            times = f"{self.options.retries + 1} times" if self.options.retries else "once"
+            why = "ran out of memory" if "OutOfMemory" in crash else "died"
+            self._failed(trial, f"its process {why} {times}; see trials/{name}.error.txt", crash)
         over = "finished" if trial.done == self._rounds(trial) else "stopped"
         trial.status = "failed" if trial.error else over
         if trial.status == "stopped" and not self.options.keep_checkpoints:

@@ -9,7 +9,7 @@ from ray import tune
 class Listener(Protocol):
     def started(self, name: str) -> None: ...
     def reported(self, name: str, report: Mapping[str, Any]) -> None: ...
-    def ended(self, name: str, error: str = "") -> None: ...
+    def ended(self, name: str, crash: str = "") -> None: ...
 
 
 class Watcher(tune.Callback):
@@ -39,5 +39,4 @@ class Watcher(tune.Callback):
 
     def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
         if str(trial) not in self._again:
-            lines = str(trial.get_error() or "its process died").strip().splitlines()
-            self._listener.ended(str(trial), lines[-1])
+            self._listener.ended(str(trial), str(trial.get_error() or "its process died"))
