@@ -24,9 +24,9 @@ class LowRankUpdate(nn.Module):
             self.down = nn.Linear(layer.in_features, rank, bias=False)
             self.up = nn.Linear(rank, layer.out_features, bias=False)
         else:
-            shape: Any = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
-            self.down = nn.Conv2d(layer.in_channels, rank, *shape, 1, False)
-            self.down.padding_mode = layer.padding_mode
+            names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+            like: Any = {name: getattr(layer, name) for name in names}
+            self.down = nn.Conv2d(layer.in_channels, rank, bias=False, **like)
             self.up = nn.Conv2d(rank, layer.out_channels, 1, bias=False)
         nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
         nn.init.zeros_(self.up.weight)
