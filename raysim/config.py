@@ -268,7 +268,10 @@ given here win over it.
 --hp.* are the settings of the chosen --method.
 
 --resume OUT goes on with a run from its last checkpoint; --rounds may extend it.
---attach RUN follows a run that was left on a cluster with --detach; --stop RUN ends it, saved."""
+--attach RUN follows a run that was left on a cluster with --detach; --stop RUN ends it, saved.
+
+--quiet prints only the run's folder, at the end; --json prints one event a line.
+--tensorboard writes OUT/tensorboard; --mlflow URI keeps the run in an MLflow store."""
 
 
 def _with_hp(method: type) -> type[Config]:

@@ -1,5 +1,7 @@
 """What a run tells whoever watches it."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,3 +64,12 @@ class Failed:
 
 
 Event = Started | RoundFinished | Evaluated | Note | Finished | Failed
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

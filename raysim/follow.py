@@ -152,7 +152,7 @@ def _follow(driver: Any, name: str, console: Console, out: Path, leave: bool = F
             console.status(*load)
     if not left() and end is None:
         raise ClusterError("the driver ended without a result")
-    if not out.exists() and end is not None:
+    if not (out / "config.yaml").exists() and end is not None:
         _fetch(driver, out)
     return end
 
@@ -188,6 +188,6 @@ def _fetch(driver: Any, out: Path) -> None:
     files: dict[str, bytes] = ray.get(driver.files.remote())
     if not files:
         return
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)  # a logger of ours may have been there
     for name, content in files.items():
         (out / name).write_bytes(content)

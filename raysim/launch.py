@@ -9,8 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raysim.errors import RaysimError
+
+if TYPE_CHECKING:
+    from raysim.watch import Watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,10 +57,12 @@ def exit_code(action: Callable[[], None]) -> int:
 
 def _act(words: list[str], started: float, hand_over: bool) -> None:
     from raysim.settings import last_value
+    from raysim.watch import Watch
 
+    watch, words = Watch.take(words)
     for flag in ("--attach", "--stop"):
         if (name := last_value(words, flag)) is not None:
-            _join(flag, name, last_value(words, "--address"))
+            _join(flag, name, last_value(words, "--address"), watch)
             return
     from raysim.config import Config
     from raysim.result import run
@@ -64,23 +70,22 @@ def _act(words: list[str], started: float, hand_over: bool) -> None:
 
     folder = last_value(words, "--resume")
     config = Config.parse(words) if folder is None else resumed(Path(folder), words)
+    if config.detach:
+        watch.check_detached()
     if hand_over and config.backend == "ray":
         from raysim import launcher
 
-        launcher.become(config, started, resume=folder is not None)
-    run(config, started=started, resume=folder is not None)
+        launcher.become(config, started, watch, resume=folder is not None)
+    with watch.console() as console:
+        run(config, console, started=started, resume=folder is not None)
 
 
-def _join(flag: str, name: str, address: str | None) -> None:
+def _join(flag: str, name: str, address: str | None, watch: "Watch") -> None:
     from raysim import follow
-    from raysim.console import make_console
 
     action = follow.attach if flag == "--attach" else follow.stop
-    console = make_console()
-    try:
+    with watch.console() as console:
         follow.report(action(name, address, console))
-    finally:
-        console.close()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ FD is an open file with the checked settings. Nothing here imports torch.
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from raysim.config import Config, Sealed
 from raysim.launch import exit_code
+from raysim.watch import Watch
 
 
-def become(config: Config, started: float, resume: bool) -> None:
+def become(config: Config, started: float, watch: Watch, resume: bool) -> None:
     """Check what can be checked before anything starts, then turn into the launcher; returns only
     where that cannot be done."""
     from raysim.result import ready
@@ -25,7 +27,8 @@ def become(config: Config, started: float, resume: bool) -> None:
     launch = ready(config, started, resume)
     file = os.memfd_create("raysim-launch", 0)  # without close-on-exec
     with open(file, "w", closefd=False) as stream:
-        json.dump(launch._asdict() | {"config": config.to_tree()}, stream)
+        told = launch._asdict() | {"config": config.to_tree(), "watch": asdict(watch)}
+        json.dump(told, stream)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "raysim.launcher", str(file)])
@@ -39,16 +42,12 @@ def main() -> int:
 
 
 def _run(told: dict[str, Any]) -> None:
-    from raysim.console import make_console
     from raysim.follow import Launch, drive, report
 
     tree = told["config"]
     config = Config.from_tree(tree | {"hp": Sealed(tree["hp"])})
-    console = make_console()
-    try:
+    with Watch(**told.pop("watch")).console() as console:
         report(drive(Launch(**told | {"config": config}), console))
-    finally:
-        console.close()
 
 
 if __name__ == "__main__":

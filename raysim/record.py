@@ -5,7 +5,6 @@ Each file is written aside and renamed, so a reader, or a crash, never meets hal
 
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import statistics
@@ -23,6 +22,7 @@ import yaml
 from raysim.config import Config
 from raysim.data.partition import Split
 from raysim.errors import RunError, WriteError
+from raysim.events import finite
 
 if TYPE_CHECKING:
     from raysim.fleet import Fleet  # which takes torch
@@ -194,7 +194,7 @@ class Recorder:
     def close(self, summary: Mapping[str, Any]) -> None:
         """The summary comes last: a folder that has one holds a finished run."""
         self.write(last=True)
-        write_text(self.out / SUMMARY, json.dumps(_finite(summary), indent=2) + "\n")
+        write_text(self.out / SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
 
 
 def refuse_used(out: Path) -> None:
@@ -271,12 +271,3 @@ def _aside(path: Path) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise WriteError(f"cannot write {path}: {reason}") from error
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: numbers that are not finite become null."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -89,6 +89,15 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield from dotted(value, f"{prefix}{key}.")
 
 
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """{'train': {'lr': 0.1}} -> ('train.lr', 0.1)"""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def build(cls: type[Any], tree: Mapping[str, Any], prefix: str) -> Any:
     """A dataclass from nested plain values; an unknown key is an error that names the nearest known
     one."""

@@ -4,7 +4,7 @@ Whatever can be read is used; what cannot is named in `Run.notes`, which the pag
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from raysim.errors import RunError
+from raysim.settings import leaves
 
 Row = dict[str, Any]
 
@@ -89,7 +90,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 def read(folder: Path) -> Run:
     notes: list[str] = []
-    settings = flatten(_config(folder))
+    settings = dict(leaves(_config(folder)))
     rounds = _table(folder, "rounds", notes)
     rows: list[Row] = rounds.to_pylist() if rounds is not None else []
     clients = _table(folder, "clients", notes)
@@ -141,17 +142,6 @@ def _config(folder: Path) -> Row:
     if not isinstance(tree, dict) or "method" not in tree:
         raise RunError(f"{path} holds no settings of a run (no 'method: ...')")
     return tree
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Row:
-    """{'train': {'lr': 0.1}} -> {'train.lr': 0.1}"""
-    flat: Row = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def _table(folder: Path, name: str, notes: list[str], optional: bool = False) -> pa.Table | None:
