@@ -15,7 +15,7 @@ from raysim.launch import exit_code
 
 REPORT = "report.html"
 _HELP = """\
-usage: python -m raysim.compare --methods METHOD METHOD ... [--seeds N] [--out DIR] [--FLAG VALUE ...]
+usage: python -m raysim.compare --methods METHOD METHOD ... [--seeds N] [--out DIR] [--FLAG VALUE]
 
 Run each method with each seed, on the same data, rank them and write a report of it. The same
 command again goes on where the last one ended; more --seeds add to it.
@@ -63,7 +63,11 @@ def _act(words: list[str]) -> list[str]:
         seeds = max(before.config.repeat, sweep.config.repeat)
         sweep = replace(sweep, config=replace(sweep.config, repeat=seeds))
     view = make_view("--quiet" in switches, "--json" in switches)
-    answer = run(sweep, out, view, resume=again)
+    try:
+        answer = run(sweep, out, view, resume=again)
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command again goes on", file=sys.stderr)
+        raise SystemExit(130) from None
     view.answer(answer)
     page = out / REPORT
     report.write([out / "trials"], page)

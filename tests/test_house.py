@@ -7,19 +7,14 @@ import inspect
 import re
 import stat
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
 import methods
 import raysim
 from raysim.config import Config, DataConfig, DriverConfig, EvalConfig, FleetConfig, TrainConfig
-from raysim.fleet import assemble
-from raysim.method import Method, check
-from raysim.task import Task
+from raysim.method import Method
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("raysim", "methods", "zoo")
@@ -37,7 +32,6 @@ LARGE = {
 """Files that may be longer than LINES, and why."""
 
 VAGUE = {"base", "common", "helper", "helpers", "manager", "misc", "util", "utils"}
-SPACES = ("choice", "grid", "uniform", "loguniform", "randint", "quniform")
 
 
 def name_of(path: Path) -> str:
@@ -170,69 +164,6 @@ def test_the_public_names_are_complete() -> None:
         for alias in node.names
     }
     assert typed == set(raysim.__all__)
-
-
-# Search spaces
-
-
-def searched(name: str) -> dict[str, Any]:
-    path = ROOT / "tune_configs" / f"{name}.yaml"
-    tree: dict[str, Any] = yaml.safe_load(path.read_text())
-    return tree
-
-
-def dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
-def ends(space: dict[str, list[Any]]) -> list[Any]:
-    """The values a search can give: all of a list, and both ends of a range."""
-    ((kind, values),) = space.items()
-    assert kind in SPACES
-    if kind not in ("choice", "grid"):
-        assert all(isinstance(value, int | float) for value in values[:2])
-        assert values[0] < values[1]
-        return values[:2]
-    assert len(values) > 1
-    return values
-
-
-@pytest.mark.parametrize("name", methods.names())
-def test_every_method_has_a_search_over_its_own_settings(name: str) -> None:
-    tree = searched(name)
-    assert tree["method"] == name
-    known = set(dotted(Config(method=name).to_tree()))
-    assert set(tree) <= known
-    assert any(isinstance(value, dict) for value in tree.values())
-
-
-@pytest.mark.parametrize("name", methods.names())
-def test_every_value_of_a_search_can_be_run(name: str) -> None:
-    tree = searched(name)
-    spaces = {key: ends(value) for key, value in tree.items() if isinstance(value, dict)}
-    first = {**tree, **{key: values[0] for key, values in spaces.items()}}
-    for key, values in spaces.items():
-        for value in values:
-            config = Config.parse(command_line({**first, key: value}))
-            task = Task(num_classes=10)
-            check(config.hp, assemble(config.fleet, task), task, config.method)
-
-
-def command_line(settings: dict[str, Any]) -> list[str]:
-    words = []
-    for key, value in settings.items():
-        words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-    return words
-
-
-@pytest.mark.parametrize("name", methods.names())
-def test_a_search_says_what_it_looks_for(name: str) -> None:
-    text = (ROOT / "tune_configs" / f"{name}.yaml").read_text()
-    assert text.startswith("# ")
 
 
 # The check command
