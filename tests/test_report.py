@@ -153,7 +153,8 @@ def test_a_run_before_its_first_round_has_a_page(runs: Path, tmp_path: Path) -> 
     assert "0 of 2 rounds" in (tmp_path / "report.html").read_text()
 
 
-def test_a_sweep_says_why_a_trial_ended(runs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["sweep", "sweep/trials"])
+def test_a_sweep_says_why_a_trial_ended(named: str, runs: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     for name in ("a", "b"):
         copied(runs / "proto-0", sweep / "trials" / name, hp__lamda=float(ord(name)))
@@ -162,7 +163,7 @@ def test_a_sweep_says_why_a_trial_ended(runs: Path, tmp_path: Path) -> None:
             {"trial": "b", "status": "failed", "error": "no memory"},
             {"trial": "c", "status": "failed", "error": "no <data>"}]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), sweep / "trials.parquet")
-    write([sweep], tmp_path / "report.html")
+    write([tmp_path / named], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "stopped by the sweep&#x27;s scheduler: 2 of 2" in page
     assert "failed (no memory): 2 of 2" in page

@@ -70,7 +70,7 @@ function ticks(low, high, count) {
 // Axes
 
 function frame(plot, { height, x, y, left = 52, bottom = 40, xTitle = "", yTitle = "" }) {
-  // x and y: {range: [low, high], text, ticks?, log?}; returns the drawing and its scales.
+  // x and y: {range: [low, high], text, ticks?, log?, whole?}; returns the drawing and its scales.
   const width = Math.max(260, plot.clientWidth), top = 22, right = 22;
   const svg = add(plot, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
   const scale = ({ range: [low, high], log }, from, to) => {
@@ -84,7 +84,8 @@ function frame(plot, { height, x, y, left = 52, bottom = 40, xTitle = "", yTitle
     add(svg, "line", { class: "grid", x1: left, x2: width - right, y1: at, y2: at });
     add(svg, "text", { x: left - 6, y: at + 4, "text-anchor": "end" }, y.text(value));
   }
-  for (const value of x.ticks || ticks(...x.range, Math.floor((width - left) / 90))) {
+  const across = x.ticks || ticks(...x.range, Math.floor((width - left) / 90));
+  for (const value of x.whole ? across.filter(Number.isInteger) : across) {
     const at = toX(value);
     add(svg, "line", { class: "grid", x1: at, x2: at, y1: height - bottom, y2: height - bottom + 4 });
     add(svg, "text", { x: at, y: height - bottom + 18, "text-anchor": "middle" }, x.text(value));

@@ -62,7 +62,7 @@ function curves(plot) {
   const high = all.map((p) => p[over.y][0] + (p[over.y][1] || 0));
   const [xTitle, xText] = AXES[over.x], [yTitle, yText] = MEASURES[over.y];
   const most = Math.max(...all.map((p) => p[over.x]));
-  const axes = frame(plot, { height: 360, xTitle, yTitle, x: { range: [0, most || 1], text: xText },
+  const axes = frame(plot, { height: 360, xTitle, yTitle, x: { range: [0, most || 1], text: xText, whole: over.x === "round" },
     y: { range: padded([...low, ...high]), text: (v) => yText(v, 0) } });
   const { svg, toX, toY } = axes;
   const place = (p, shift = 0) => `${toX(p[over.x]).toFixed(1)},${toY(p[over.y][0] + shift).toFixed(1)}`;
@@ -70,7 +70,7 @@ function curves(plot) {
     const edge = (p, side) => place(p, side * (p[over.y][1] || 0));
     if (line.some((p) => p[over.y][1])) {
       const ring = [...line.map((p) => edge(p, 1)), ...line.map((p) => edge(p, -1)).reverse()];
-      add(svg, "polygon", { class: "band", points: ring.join(" "), style: `fill: ${color(i)}; opacity: 0.16` });
+      add(svg, "polygon", { class: "band", points: ring.join(" "), style: `fill: ${color(i)}; opacity: ${Math.max(0.06, 0.3 / (1 + lines.length))}` });
     }
     add(svg, "polyline", { class: "curve", points: line.map((p) => place(p)).join(" "), fill: "none",
       "stroke-width": 2, "stroke-dasharray": dash(i), "stroke-linejoin": "round", style: `stroke: ${color(i)}` });
@@ -348,7 +348,8 @@ function time(plot) {
   const shown = active().filter((i) => Object.keys(data.time[i]).length);
   if (!shown.length) return empty(plot, "Nothing to show: no series is on.");
   const whole = (i) => Object.keys(SHADES).reduce((sum, phase) => sum + (data.time[i][phase] || 0), 0);
-  const most = Math.max(...shown.map(whole)) || 1, step = 52, width = Math.max(260, plot.clientWidth);
+  const most = Math.max(...shown.map(whole)) || 1, width = Math.max(260, plot.clientWidth);
+  const narrow = width < 560, step = narrow ? 82 : 66;
   const keys = add(plot, "div", { class: "keys" });
   for (const [phase, shade] of Object.entries(SHADES)) {
     const key = add(keys, "span");
@@ -359,8 +360,10 @@ function time(plot) {
   const svg = add(plot, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
   shown.forEach((i, row) => {
     const spent = data.time[i], beside = ["server", "start"].filter((phase) => phase in spent);
-    rowNames(svg, i, row * step + 14, `: ${[...Object.keys(SHADES), ...beside].filter((phase) => phase in spent)
-      .map((phase) => `${phase} ${seconds(spent[phase])}`).join(", ")}`);
+    const words = (phases) => phases.filter((phase) => phase in spent).map((phase) => `${phase} ${seconds(spent[phase])}`);
+    rowNames(svg, i, row * step + 14);
+    const lines = narrow ? [Object.keys(SHADES), beside] : [[...Object.keys(SHADES), ...beside]];
+    lines.forEach((phases, k) => add(svg, "text", { x: 2, y: row * step + 52 + 16 * k }, words(phases).join(", ")));
     let x = 2;
     for (const [phase, shade] of Object.entries(SHADES)) {
       const size = ((spent[phase] || 0) / most) * (width - 4);

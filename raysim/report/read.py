@@ -125,11 +125,12 @@ def _trials(sweep: Path) -> list[Row]:
 
 def lost_trials(folders: Sequence[Path]) -> list[str]:
     """Trials of sweeps that failed before they left anything to show."""
+    sweeps = [folder.parent if folder.name == "trials" else folder for folder in folders]
     return [
-        f"{folder}: trial {row['trial']} failed ({row['error']}) and left no run"
-        for folder in folders
-        for row in _trials(folder)
-        if row["error"] and not is_run(folder / "trials" / row["trial"])
+        f"{sweep}: trial {row['trial']} failed ({row['error']}) and left no run"
+        for sweep in sweeps
+        for row in _trials(sweep)
+        if row["error"] and not is_run(sweep / "trials" / row["trial"])
     ]
 
 
