@@ -61,6 +61,8 @@ class Server:
 
 @dataclass(frozen=True)
 class FD(Method[ClientState, Server]):
+    only_reads = True
+
     distill: float = 1.0
     """lambda, weight of the distillation loss."""
     exclude_own: bool = False

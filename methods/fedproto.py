@@ -63,6 +63,8 @@ class Server:
 
 @dataclass(frozen=True)
 class FedProto(Method[Client, Server]):
+    only_reads = True
+
     pull: float = 1.0
     """lambda, weight of the distance to the global prototypes."""
     weighting: Literal["uniform", "samples"] = "uniform"

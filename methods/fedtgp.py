@@ -66,6 +66,8 @@ class Server:
 
 @dataclass(frozen=True)
 class FedTGP(Method[Client, Server]):
+    only_reads = True
+
     pull: float = 1.0
     """lambda, weight of the distance to the global prototypes; HtFLlib tunes it to 10."""
     margin: float = 100.0

@@ -59,15 +59,16 @@ def weighted_mean(weights: Sequence[Weights], shares: Sequence[float]) -> Weight
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients for a block; each module's own mode returns afterwards."""
-    modes = [(child, child.training) for module in modules for child in module.modules()]
-    for module in modules:
-        module.eval()
+    training = [child for module in modules for child in module.modules() if child.training]
+    if training:  # to say so again would take as long as a small forward pass
+        for module in modules:
+            module.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for child, training in modes:
-            child.training = training
+        for child in training:
+            child.training = True
 
 
 def class_means(features: Callable[[Tensor], Tensor], batches: Batches) -> tuple[Tensor, Tensor]:

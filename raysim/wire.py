@@ -29,7 +29,7 @@ Uncounted = Annotated[T, _UNCOUNTED]
 """Marks a message field (a label, an id) that the papers leave out of their communication counts.
 It still appears in the ledger as `numbers` and `bytes`."""
 
-_ALIGNMENT = 64  # torch's own; kernels may round differently on memory that is aligned otherwise
+ALIGNMENT = 64  # torch's own; kernels may round differently on memory that is aligned otherwise
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -113,7 +113,7 @@ class _Encoder:
             raise WireError(
                 f"{path} is a tensor of type {name}; expected one of {', '.join(_DTYPES)}"
             )
-        offset = -(-self.size // _ALIGNMENT) * _ALIGNMENT
+        offset = -(-self.size // ALIGNMENT) * ALIGNMENT
         self.tensors.append((offset, value))
         self.size = offset + value.numel() * value.element_size()
         return ["x", name, list(value.shape), offset]
@@ -132,15 +132,14 @@ def pack(tree: Any, name: str = "state") -> Packed:
     """Encode a tree into memory of its own; `name` opens the path in error messages."""
     encoder = _Encoder()
     header = json.dumps(encoder.encode(tree, name), separators=(",", ":")).encode()
-    buffer = np.zeros(encoder.size, dtype=np.uint8)
-    if encoder.tensors:
-        storage = torch.from_numpy(buffer)
-        for offset, tensor in encoder.tensors:
-            if tensor.numel():
-                end = offset + tensor.numel() * tensor.element_size()
-                target = storage[offset:end].view(tensor.dtype).view(tensor.shape)
-                target.copy_(tensor.detach())
-    return Packed(header, buffer)
+    storage = torch.empty(encoder.size, dtype=torch.uint8)
+    end = 0
+    for offset, tensor in encoder.tensors:
+        storage[end:offset] = 0  # what lies between is part of the digest
+        end = offset + tensor.numel() * tensor.element_size()
+        if tensor.numel():
+            storage[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return Packed(header, storage.numpy())
 
 
 def unpack(packed: Packed, types: Mapping[str, type] | None = None) -> Any:

@@ -45,7 +45,7 @@ from raysim.worker import EVALUATE, Failure, Job, Outcome
 
 QUEUE = 2
 """Tasks an actor has at a time: one running, one waiting for it."""
-TASK_SECONDS = 0.1
+TASK_SECONDS = 0.25
 """Evaluations are put together until a task is expected to take this long."""
 IN_A_ROW = 5
 """Actors that may die under one task, and no other actor in between, before it counts as failed."""
