@@ -259,3 +259,4 @@ def test_a_sweep_runs_on_a_cluster_that_was_there(tmp_path: Path) -> None:
     finally:
         nodes.stdin.close()
         nodes.wait(60)
+        nodes.stdout.close()

@@ -147,7 +147,7 @@ def _parallel(rows: Sequence[Row], keys: Sequence[str], metric: str, title: str)
         parts.append(label(x, 66, name, "middle", weight=600))
         for value in axis.ticks():
             shown = number(metric, value) if name == metric else text(value)
-            parts.append(label(x - 8, axis(value) + 4, shown, "end", SOFT, 11, halo=True))
+            parts.append(label(x - 6, axis(value) - 5, shown, "end", SOFT, 11, halo=True))
     parts += color.key(places[-1] + 40, 84, 246)
     return svg(places[-1] + 150, 360, title, parts)
 

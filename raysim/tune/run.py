@@ -184,7 +184,7 @@ class _Runner:
                 verbose=0,
                 callbacks=[Watcher(self, set(replay))],
                 failure_config=tune.FailureConfig(max_failures=options.retries),
-                checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
+                checkpoint_config=tune.CheckpointConfig(num_to_keep=4),
             ),
         )
         tuner.fit()

@@ -100,9 +100,9 @@ class Suggestions(Searcher):
         self._seeds = list(seeds)
         self._enter = enter
         domains = {key: space.domain(by_index=True) for key, space in spaces.items()}
-        self._optuna = OptunaSearch(
-            domains, metric=config.metric, mode=self._mode, seed=config.seed
-        )
+        # A new process must not draw again what the one before it drew.
+        seed = config.seed + len({trial.point for trial in known})
+        self._optuna = OptunaSearch(domains, metric=config.metric, mode=self._mode, seed=seed)
         self._points: dict[int, dict[str, Any]] = {}
         """The values Optuna knows a point by."""
         self._suggested: set[int] = set()
@@ -117,6 +117,14 @@ class Suggestions(Searcher):
             for seed in self._seeds:
                 if seed not in self._results.get(point, {}):
                     self._queue.append(Trial(point, "", seed, self._decode(values)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tune pickles its searcher for a restart of its own, which we never ask for; a terminal,
+        which `enter` leads to, cannot be."""
+        return {**self.__dict__, "_enter": None}
+
+    def __deepcopy__(self, memo: Any) -> "Suggestions":
+        return self
 
     @property
     def left(self) -> int:
