@@ -28,7 +28,7 @@ class DataConfig:
     root: Path | None = None
     """Folder that holds the data sets (not needed by shapes). Nothing is downloaded."""
     samples: int = 16000
-    """Number of images that shapes draws."""
+    """Number of images that shapes draws; with --data.tasks, samples of each task's set."""
     classes: int = 10
     """Number of classes that shapes draws, 2 to 100."""
     image_size: int | None = None
@@ -56,6 +56,16 @@ class DataConfig:
     """Which samples are public: the same for every --seed."""
     augment: Literal["none", "flip", "crop_flip"] = "none"
     """Random augmentation of training batches: flip, or crop with 4 pixels of padding and flip."""
+    tasks: tuple[str, ...] = ()
+    """Different tasks, dealt to clients cyclically as models are: scenes_single, scenes_multilabel,
+    scenes_segment, scenes_text (embedded), coco_multilabel, pets, trec, sst2, or any --data.name.
+    --data.name is then only the set of the public samples, and may be scenes or coco_multilabel.
+    None: every client has the task of --data.name."""
+    text_length: int = 32
+    """Tokens that are read of a sentence."""
+    tokenizer: str = "hash"
+    """How sentences become numbers: hash, or the folder or hub name of a tokenizer of
+    transformers."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,9 @@ class FleetConfig:
     """How a model of another width reaches it: average-pool, max-pool or a linear layer."""
     gpus: tuple[str, ...] = ()
     """GPU share by model, such as resnet18=0.25 cnn1=0.1; models not named use --gpus."""
+    lora: int = 0
+    """Rank of LoRA updates, which then train in place of all weights but the head's; for models
+    that are pre-trained, where 16 is usual. 0: all weights train."""
 
 
 @dataclass(frozen=True)
@@ -323,6 +336,11 @@ def _validate(config: Config) -> None:
     require(c.train.lr > 0, "train.lr", "more than 0", c.train.lr)
     require(c.eval.every >= 1, "eval.every", "at least 1", c.eval.every)
     require(c.eval.batch_size >= 1, "eval.batch-size", "at least 1", c.eval.batch_size)
+    if c.data.tasks and c.eval.data == "global":
+        raise ConfigError(
+            "--eval.data global tests every client on all test data, which needs one task; "
+            "with --data.tasks try --eval.data local"
+        )
     some = c.eval.clients.isdecimal() and int(c.eval.clients) >= 1
     require(
         some or c.eval.clients in ("all", "cohort"),

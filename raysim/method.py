@@ -29,8 +29,9 @@ from raysim.config import TrainConfig
 from raysim.data.batches import augment, make_batch
 from raysim.data.dataset import Dataset
 from raysim.data.public import Public
-from raysim.errors import ConfigError
 from raysim.fleet import Fleet
+from raysim.objectives import task_loss
+from raysim.start_check import check as check
 from raysim.task import Task
 from zoo import SplitModel
 
@@ -119,6 +120,8 @@ class ClientContext:
     losses: list[float]
     rounds: int = 1
     """Rounds of the whole run, for schedules."""
+    public: Public | None = None
+    """The public set as this client sees it: --data.public."""
 
     @property
     def model_name(self) -> str:
@@ -176,6 +179,10 @@ class ClientContext:
         self.losses.append(mean)
         return mean
 
+    def loss(self, scores: Tensor, y: Tensor) -> Tensor:
+        """The loss of the client's own task."""
+        return task_loss(self.task, scores, y)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision of --train.precision, for forward passes outside `fit`."""
         return ops.autocast(self.train.precision, self.device.type)
@@ -188,6 +195,8 @@ class Method(Generic[C, S]):
 
     same_models: ClassVar[str] = ""
     """Why every client needs the same architecture; empty when models may differ."""
+    any_task: ClassVar[bool] = False
+    """Whether clients may have different tasks: the method then uses `ctx.loss`."""
     needs_public: ClassVar[str] = ""
     """Why --data.public is needed; empty when it is not."""
     scheduled: ClassVar[str] = ""
@@ -198,7 +207,7 @@ class Method(Generic[C, S]):
 
     def architecture(self, client_id: int, fleet: Fleet) -> str:
         """What to call the client's model; clients of one name have states of one structure."""
-        return fleet.model_of(client_id)
+        return fleet.structure_of(client_id)
 
     def init_server(self, ctx: ServerContext) -> S:
         raise NotImplementedError(f"{type(self).__name__} needs init_server")
@@ -261,17 +270,6 @@ class Method(Generic[C, S]):
                 ):
                     found[name] = value
         return found
-
-
-def check(method: Method[Any, Any], fleet: Fleet, task: Task, name: str) -> None:
-    """Everything that can be known of a method and a fleet before a run starts."""
-    distinct = list(dict.fromkeys(fleet.models))
-    if method.same_models and len(distinct) > 1:
-        raise ConfigError(
-            f"{name} {method.same_models}, so every client needs the same model; "
-            f"fleet.models names {len(distinct)}. Try --fleet.models {distinct[0]}"
-        )
-    method.check(fleet, task)
 
 
 def state_tree(state: Any) -> dict[str, Any]:

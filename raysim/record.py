@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 FILES = (
     "config.yaml", "rounds.parquet", "clients.parquet", "messages.parquet", "split.parquet",
-    "variants.parquet",
+    "variants.parquet", "tasks.parquet",
 )  # fmt: skip
 SUMMARY = "summary.json"
 
@@ -62,6 +62,14 @@ VARIANTS = pa.schema(
     {
         "round": _INT, "client": _INT, "model": _TEXT, "variant": _TEXT,
         "samples": _INT, "accuracy": _FLOAT,
+    }
+)  # fmt: skip
+
+
+TASKS = pa.schema(
+    {
+        "round": _INT, "client": _INT, "model": _TEXT, "task": _TEXT, "metric": _TEXT,
+        "samples": _INT, "value": _FLOAT,
     }
 )  # fmt: skip
 
@@ -111,6 +119,7 @@ class Recorder:
         self.clients = Table(out / "clients.parquet", CLIENTS)
         self.messages = Table(out / "messages.parquet", MESSAGES)
         self.variants = Table(out / "variants.parquet", VARIANTS, optional=True)
+        self.tasks = Table(out / "tasks.parquet", TASKS, optional=True)
 
     def open(
         self, config: Config, fleet: "Fleet", split: Split, labels: Any, classes: int, again: bool
@@ -149,10 +158,9 @@ class Recorder:
             only_then = (pc.field("phase") == "eval") & pc.field("round").isin(extra)
             clients = clients.filter(~only_then)
         self.clients.reset(clients)
-        variants = known("variants.parquet")
-        if variants is not None:
-            variants = variants.filter(~pc.field("round").isin(extra))
-        self.variants.reset(variants)
+        for table in (self.variants, self.tasks):
+            kept = known(table.path.name)
+            table.reset(None if kept is None else kept.filter(~pc.field("round").isin(extra)))
         self.write(last=True)
 
     def round(self, number: int, **values: Any) -> None:
@@ -190,6 +198,7 @@ class Recorder:
         self.clients.write(last)
         self.messages.write(last)
         self.variants.write(last)
+        self.tasks.write(last)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """The summary comes last: a folder that has one holds a finished run."""

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from raysim.config import Config
 from raysim.console import Console, make_console
 from raysim.errors import RunError
-from raysim.record import SUMMARY, VARIANTS
+from raysim.record import SUMMARY, TASKS, VARIANTS
 
 if TYPE_CHECKING:
     from raysim.follow import Launch
@@ -64,6 +64,13 @@ class Result:
         for the others."""
         path = self.out / "variants.parquet"
         return pq.read_table(path) if path.exists() else VARIANTS.empty_table()
+
+    @cached_property
+    def tasks(self) -> pa.Table:
+        """One row for each tested client, round and metric of a fleet with different tasks; empty
+        for the others."""
+        path = self.out / "tasks.parquet"
+        return pq.read_table(path) if path.exists() else TASKS.empty_table()
 
     @cached_property
     def split(self) -> pa.Table:

@@ -24,6 +24,7 @@ from raysim.events import Evaluated, Event, Finished, Note, RoundFinished, Start
 from raysim.fleet import assemble
 from raysim.method import ServerContext, load_state, state_tree
 from raysim.record import Recorder, refuse_used
+from raysim.record_tasks import task_means, task_rows
 from raysim.seeding import seeded
 from raysim.summary import digest, summarize
 from raysim.worker import EVALUATE, Job, Outcome
@@ -142,6 +143,7 @@ class Simulation:
         server = wire.pack(self._server_tree(), "server")
         summary = summarize(
             config, rows, self.counters, self.backend.num_actors, variants=variants,
+            tasks=task_means(self.recorder.tasks),
             total=time.time() - self.started, wall=time.time() - self.first_round,
         )  # fmt: skip
         summary["split_digest"] = self.split_digest
@@ -153,16 +155,8 @@ class Simulation:
     def _set_up(self) -> None:
         config = self.config
         self.backend.reserve(config)
-        dataset = data.load(config.data)
-        split = data.split(
-            dataset.labels,
-            dataset.num_train,
-            dataset.num_classes,
-            config.clients,
-            config.data,
-            config.seed,
-        )
-        self.fleet = assemble(config.fleet, dataset.task)
+        dataset, split = _deal(config)
+        self.fleet = assemble(config.fleet, dataset.task, dataset.tasks)
         method_module.check(self.method, self.fleet, dataset.task, config.method)
         if (why := self.method.needs_public) and not len(split.public):
             raise ConfigError(f"{config.method} {why}. Try --data.public 1000")
@@ -170,7 +164,8 @@ class Simulation:
         self.device = self.backend.start(Setup(config, self.fleet, dataset, split))
         self.task = dataset.task
         layout = config.train.memory_format
-        self.public = unlabelled(dataset, split.public, self.device, layout)
+        seen = dataset.public_of(0) or dataset.of(0)
+        self.public = unlabelled(seen, split.public, self.device, layout)
         self.recorder.open(
             config, self.fleet, split, dataset.labels, dataset.num_classes, self.resume
         )
@@ -180,7 +175,10 @@ class Simulation:
         plan = [
             (
                 "data",
-                f"{dataset.name}: {len(dataset.labels)} images, {dataset.num_classes} classes",
+                f"{dataset.name}: {len(dataset.labels)} images, {dataset.num_classes} classes"
+                if not dataset.tasks
+                else f"{len(dataset.labels)} samples of "
+                + ", ".join(dict.fromkeys(f"{name} ({t.kind})" for name, t in dataset.tasks)),
             ),
             ("split", f"{config.data.partition}, {_range(split)} training samples a client"),
             *([("public", f"{len(split.public)} unlabelled samples")] if len(split.public) else []),
@@ -324,6 +322,8 @@ class Simulation:
         ]  # fmt: skip
         if variants:
             self.recorder.variants.append(variants)
+        if self.fleet.tasks:
+            self.recorder.tasks.append(task_rows(number, ids, outcomes, self.fleet))
         self.emit(Evaluated(number, accuracy, std, mean_loss, len(tested)))
 
     def _save(self, wait: bool = False) -> None:
@@ -374,6 +374,20 @@ class Simulation:
         self.round = checkpoint.round
         self.counters |= checkpoint.extra["counters"]
         self.first_round = time.time() - checkpoint.extra["elapsed"]
+
+
+def _deal(config: Config) -> tuple[Any, data.Split]:
+    """The data and who has which of them."""
+    if config.data.tasks:
+        from raysim.data import multitask
+
+        mixed = multitask.load(config.data)
+        return mixed, multitask.split(mixed, config.clients, config.data, config.seed)
+    dataset = data.load(config.data)
+    return dataset, data.split(
+        dataset.labels, dataset.num_train, dataset.num_classes, config.clients, config.data,
+        config.seed,
+    )  # fmt: skip
 
 
 def _range(split: data.Split) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raysim.config import Config
@@ -21,6 +21,7 @@ def summarize(
     total: float,
     wall: float,
     variants: Sequence[Row] = (),
+    tasks: Mapping[str, dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """`total` counts from the command, `wall` from the first round; both in seconds."""
     evaluated = [row for row in rows if row["accuracy"] is not None]
@@ -37,6 +38,7 @@ def summarize(
         "final": _scores(evaluated[-1]),
         "best": _scores(best),
         **({"variants": _variants(variants)} if variants else {}),
+        **({"tasks": dict(tasks)} if tasks else {}),
         **{unit: sum(row[unit] for row in rows) for unit in units},
         "selected": {
             "done": int(counters["done"]),

@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,15 @@ from raysim import ops, wire
 from raysim.config import Config
 from raysim.data.dataset import Dataset
 from raysim.data.partition import Split
+from raysim.data.public import Public
 from raysim.fleet import Fleet
 from raysim.method import ClientContext, load_state, state_tree
+from raysim.objectives import Judge
 from raysim.seeding import seeded
 from raysim.wire import Packed, Size
+
+if TYPE_CHECKING:
+    from raysim.data.multitask import Mixed  # which reads files
 
 EVALUATE = "evaluate"
 
@@ -43,13 +48,16 @@ class Job:
 
 
 class Evaluation(NamedTuple):
-    correct: int
+    correct: float
+    """How many were right; the score times `samples` for tasks that do not count samples."""
     samples: int
     loss: float
     """Mean cross-entropy of a sample; may be infinite for methods that give some classes no score.
     """
     variants: tuple[tuple[str, int], ...] = ()
     """How many were right by each of the method's variants; none if there was nothing to test."""
+    metrics: tuple[tuple[str, float], ...] = ()
+    """What such a task is judged by, its score first."""
 
 
 class Failure(NamedTuple):
@@ -75,7 +83,12 @@ class Worker:
     """Plays any client."""
 
     def __init__(
-        self, config: Config, fleet: Fleet, dataset: Dataset, split: Split, device: torch.device
+        self,
+        config: Config,
+        fleet: Fleet,
+        dataset: "Dataset | Mixed",
+        split: Split,
+        device: torch.device,
     ) -> None:
         self.config = config
         self.method = config.hp
@@ -138,6 +151,8 @@ class Worker:
             self.method.receive(client, message, ctx)
         rows = self._test_rows(ctx.client_id)
         ctx = replace(ctx, indices=rows)
+        if ctx.task.kind in ("multilabel", "segment"):
+            return self._judge(client, ctx)
         correct, loss, headline = 0, 0.0, self.method.headline
         right: Counter[str] = Counter()
         with ops.evaluating(*_modules(client)), ctx.autocast():
@@ -153,9 +168,22 @@ class Worker:
         evaluation = Evaluation(correct, len(rows), mean, tuple(right.items()))
         return Outcome(evaluation=evaluation, samples=len(rows))
 
+    def _judge(self, client: Any, ctx: ClientContext) -> Outcome:
+        """The evaluation of a task whose score is no count of samples."""
+        judge = Judge(ctx.task)
+        with ops.evaluating(*_modules(client)), ctx.autocast():
+            for x, y in ctx.samples():
+                judge.see(self.method.predict(client, x).float(), y)
+        if not judge.samples:
+            return Outcome(evaluation=Evaluation(0, 0, float("nan")))
+        metrics, loss = judge.metrics(), judge.loss / judge.samples
+        score = next(iter(metrics.values())) * judge.samples
+        evaluation = Evaluation(score, judge.samples, loss, (), tuple(metrics.items()))
+        return Outcome(evaluation=evaluation, samples=judge.samples)
+
     def _test_rows(self, client_id: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         if self.config.eval.data == "local":
-            return self.split.test(client_id)
+            return self.dataset.own(client_id, self.split.test(client_id))
         return self._everyones_test_rows
 
     @cached_property
@@ -163,19 +191,25 @@ class Worker:
         return np.concatenate([self.split.test(c) for c in range(self.split.num_clients)])
 
     def _context(self, job: Job) -> ClientContext:
+        own, layout = self.dataset.of(job.client_id), self.config.train.memory_format
+        public = None
+        if len(self.split.public) and (seen := self.dataset.public_of(job.client_id)):
+            public = Public(seen, self.device, layout, self.split.public)
+        still = own.kind in ("text", "segment")  # what would turn the image, not its mask
         return ClientContext(
             client_id=job.client_id,
             round=job.round,
-            task=self.dataset.task,
+            task=own.task,
             fleet=self.fleet,
             train=self.config.train,
             device=self.device,
-            dataset=self.dataset,
-            indices=self.split.train(job.client_id),
-            augmentation=self.config.data.augment,
+            dataset=own,
+            indices=self.dataset.own(job.client_id, self.split.train(job.client_id)),
+            augmentation="none" if still else self.config.data.augment,
             eval_batch_size=self.config.eval.batch_size,
             losses=[],
             rounds=self.config.rounds,
+            public=public,
         )
 
     def _wake(self, client_id: int, state: Packed | None, ctx: ClientContext) -> Any:

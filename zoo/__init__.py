@@ -25,6 +25,7 @@ from zoo.split import Backbone, SplitModel, check_mapping, map_features
 __all__ = [
     "SplitModel",
     "build",
+    "check",
     "expand",
     "families",
     "names",
@@ -113,11 +114,7 @@ def build(name: str, task: Task, feature_dim: int | None = None, mapping: str = 
     """
     model = _find(name)
     check_mapping(feature_dim, mapping)
-    if task.kind not in model.kinds:
-        able = ", ".join(names(task.kind))
-        raise ConfigError(
-            f"fleet.models: {name} cannot learn a task of kind {task.kind}; these can: {able}"
-        )
+    check(name, task)
     make = segmenter.Segmenter if task.kind == "segment" else SplitModel
     if feature_dim is None or model.adjustable:
         width = feature_dim or model.native_dim
@@ -125,6 +122,16 @@ def build(name: str, task: Task, feature_dim: int | None = None, mapping: str = 
     backbone = model.backbone(task, model.native_dim)
     neck = map_features(backbone.neck, model.native_dim, feature_dim, mapping)
     return make(name, backbone._replace(neck=neck), feature_dim, task.num_classes)
+
+
+def check(name: str, task: Task, who: str = "") -> None:
+    """Refuse a model for a task it cannot learn; `who` is the client that would have it."""
+    if task.kind not in _find(name).kinds:
+        whose = f" of {who}" if who else ""
+        raise ConfigError(
+            f"fleet.models: {name}{whose} cannot learn a task of kind {task.kind}; these can: "
+            f"{', '.join(names(task.kind))}. Client i has model i and task i, each counted round"
+        )
 
 
 def names(kind: Kind = "single") -> list[str]:

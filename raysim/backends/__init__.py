@@ -7,7 +7,7 @@ worker.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,6 +17,9 @@ from raysim.data.partition import Split
 from raysim.fleet import Fleet
 from raysim.wire import Packed
 from raysim.worker import Job, Outcome
+
+if TYPE_CHECKING:
+    from raysim.data.multitask import Mixed
 
 NEWBORN_BYTES = 2**30
 """How much initial state may be kept for clients that were evaluated but never trained. It only
@@ -29,7 +32,7 @@ class Setup:
 
     config: Config
     fleet: Fleet
-    dataset: Dataset
+    dataset: "Dataset | Mixed"
     split: Split
 
 

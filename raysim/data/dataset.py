@@ -49,6 +49,22 @@ class Dataset:
             return Task(self.num_classes, kind="text", words=self.words, length=length)
         return Task(self.num_classes, self.images.shape[1], self.images.shape[2], self.kind)
 
+    # All clients have this one task; `multitask.Mixed` answers otherwise.
+
+    @property
+    def tasks(self) -> tuple[tuple[str, Task], ...]:
+        return ()
+
+    def of(self, client: int) -> Dataset:
+        """The client's own data set, to which `own` fits its rows, and the public set it sees."""
+        return self
+
+    def own(self, client: int, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return rows
+
+    def public_of(self, client: int) -> Dataset | None:
+        return self
+
 
 def names() -> list[str]:
     """Known data sets; beside them, parquet:PATH reads any."""
@@ -61,6 +77,11 @@ def check(config: DataConfig) -> None:
     """Raise what `load` and `split` would, as far as it can be known without reading a file."""
     from raysim.data import loaders
 
+    if config.tasks:
+        from raysim.data import multitask
+
+        multitask.check(config)
+        return
     partition.validate(config)
     if config.image_size is not None and config.image_size < 1:
         raise ConfigError(f"--data.image-size must be at least 1, got {config.image_size}")

@@ -20,13 +20,17 @@ class Public:
     dataset: Dataset
     device: torch.device
     memory_format: str = "contiguous"
+    rows: Ints | None = None
+    """Where they are in the data set; None: all of it is public."""
 
     def __len__(self) -> int:
-        return len(self.dataset.labels)
+        return len(self.dataset.labels if self.rows is None else self.rows)
 
     def images(self, numbers: Tensor) -> Tensor:
-        """Those images, normalized and not augmented."""
+        """Those images, normalized and not augmented; to a client of sentences, their captions."""
         rows = numbers.cpu().numpy()
+        if self.rows is not None:
+            rows = self.rows[rows]
         return make_batch(self.dataset, rows, self.device, self.memory_format)[0]
 
 
