@@ -28,15 +28,16 @@ import tyro
 from raysim import data
 from raysim.bare_loop import WARM, bare_loop
 from raysim.bench_muscle import bench as muscle
-from raysim.config import Config, DataConfig, EvalConfig, TrainConfig
+from raysim.config import Config, DataConfig, EvalConfig, FleetConfig, TrainConfig
 from raysim.errors import DataError
 from raysim.result import Result
 
 MIB = 2**20
 Kind = tuple[Literal["fp32", "bf16"], Literal["contiguous", "channels_last"]]
 Part = Literal[
-    "rounds", "evaluation", "precision", "checkpoint", "memory", "start", "scale", "muscle"
-]
+    "rounds", "evaluation", "precision", "checkpoint", "memory", "start", "scale", "fedin",
+    "muscle",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,27 @@ def bench_scale(config: Config, options: Options, folder: Path) -> Iterator[str]
     )
     many = engine(_scaled(config, 100_000, rounds=2), folder)
     yield f"  100000 clients: first round after {many.start:.1f} s, {many.seconds:.3f} s a round"
+
+
+def bench_fedin(config: Config, options: Options, folder: Path) -> Iterator[str]:
+    """With an IN loss in every step, the intermediate layers see 16 samples more in each."""
+    exact = {"alleviation": "exact"}
+    kinds: dict[str, tuple[str, dict[str, str]]] = {
+        "fedprox": ("fedprox", {}),
+        "fedin, lambda": ("fedin", {}),
+        "fedin, exact": ("fedin", exact),
+        "fedin, exact, once an epoch": ("fedin", {**exact, "in_schedule": "once_per_epoch"}),
+    }
+    yield f"\nFedIN against FedProx (slim_resnet, batches of {config.train.batch_size})"
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(options.turns):
+        for name, (method, hp) in kinds.items():
+            fleet = FleetConfig(("slim_resnet",))
+            variant = replace(config, method=method, hp=hp, fleet=fleet)
+            times[name].append(engine(variant, folder).seconds)
+    base = statistics.median(times["fedprox"])
+    for name, found in times.items():
+        yield f"  {name:28} {_list(found)}   {statistics.median(found) / base:4.2f}x"
 
 
 def bench_muscle(config: Config, options: Options, folder: Path) -> Iterator[str]:
