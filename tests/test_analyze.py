@@ -71,12 +71,17 @@ def test_the_unbiased_estimate_is_the_formula_of_song_et_al() -> None:
 
 
 def test_every_point_has_the_perplexity() -> None:
-    """2^entropy of each row of conditional affinities; P is symmetric and sums to 1."""
+    """P is symmetric and sums to 1. On a circle all points are in the same place, so n P are the
+    conditional affinities, and exp(entropy) of each row is the perplexity."""
     x = randn(20, 3).double()
     p = affinities(x, 5.0)
     assert float(p.sum()) == pytest.approx(1)
     assert_close(p, p.t())
     assert float(p.diagonal().abs().sum()) == 0
+    angle = torch.arange(12).double() * math.tau / 12
+    rows = 12 * affinities(torch.stack([angle.cos(), angle.sin()], dim=1), 3.5)
+    entropy = torch.special.entr(rows).sum(dim=1)
+    assert_close(entropy.exp(), torch.full((12,), 3.5).double())
     # All points alike: each of the others has 1 / (n - 1), whatever the width.
     flat = affinities(torch.eye(6).double(), 5.0)
     assert_close(flat[0, 1:], torch.full((5,), 1 / 30).double())
