@@ -19,6 +19,7 @@ from raysim import ClientContext, ClientState, Method, ServerContext
 @dataclass(frozen=True)
 class Local(Method[ClientState, None]):
     any_task: ClassVar[bool] = True
+    only_reads: ClassVar[bool] = True
 
     def init_server(self, ctx: ServerContext) -> None:
         return None

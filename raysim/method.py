@@ -17,14 +17,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from raysim import ops, wire
+from raysim import ops
 from raysim.config import TrainConfig
 from raysim.data.batches import augment, make_batch
 from raysim.data.dataset import Dataset
@@ -201,6 +201,9 @@ class Method(Generic[C, S]):
     """Why --data.public is needed; empty when it is not."""
     scheduled: ClassVar[str] = ""
     """What follows a schedule over all --rounds, so that a run cannot be extended; else empty."""
+    only_reads: ClassVar[bool] = False
+    """Whether `receive`, `predict` and `variants` never write to a module. Evaluation then reads
+    large weights where they are stored, without a copy; a write there would end the process."""
 
     def check(self, fleet: Fleet, task: Task) -> None:
         """Refuse what this method cannot run, before anything starts: ConfigError with the flag."""
@@ -270,29 +273,3 @@ class Method(Generic[C, S]):
                 ):
                     found[name] = value
         return found
-
-
-def state_tree(state: Any) -> dict[str, Any]:
-    """A state dataclass as a tree for the wire: modules become their weights."""
-    values = {field.name: getattr(state, field.name) for field in fields(state)}
-    return {
-        name: ops.get_weights(value) if isinstance(value, nn.Module) else value
-        for name, value in values.items()
-    }
-
-
-def load_state(state: Any, tree: dict[str, Any], device: torch.device) -> None:
-    """The inverse of `state_tree`, into a state of the same structure, in place. Copies: the tree
-    may be borrowed memory."""
-    for field in fields(state):
-        current = getattr(state, field.name)
-        if isinstance(current, nn.Module):
-            ops.set_weights(current, tree[field.name])
-        else:
-            setattr(
-                state, field.name, wire.map_tensors(tree[field.name], lambda t: _own(t, device))
-            )
-
-
-def _own(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.clone() if device.type == "cpu" else tensor.to(device)

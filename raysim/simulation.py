@@ -22,10 +22,11 @@ from raysim.data.public import unlabelled
 from raysim.errors import CheckpointError, ClientError, ConfigError, StatesLost, Stopped
 from raysim.events import Evaluated, Event, Finished, Note, RoundFinished, Started
 from raysim.fleet import assemble
-from raysim.method import ServerContext, load_state, state_tree
+from raysim.method import ServerContext
 from raysim.record import Recorder, refuse_used
 from raysim.record_tasks import task_means, task_rows
 from raysim.seeding import seeded
+from raysim.states import load_state, state_tree
 from raysim.summary import digest, summarize
 from raysim.worker import EVALUATE, Job, Outcome
 

@@ -8,6 +8,7 @@ client for each architecture, into which the state of whoever is next is loaded.
 import time
 import traceback
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,9 +24,10 @@ from raysim.data.dataset import Dataset
 from raysim.data.partition import Split
 from raysim.data.public import Public
 from raysim.fleet import Fleet
-from raysim.method import ClientContext, load_state, state_tree
+from raysim.method import ClientContext
 from raysim.objectives import Judge
 from raysim.seeding import seeded
+from raysim.states import lent, load_state, state_tree
 from raysim.wire import Packed, Size
 
 if TYPE_CHECKING:
@@ -116,21 +118,20 @@ class Worker:
         self, job: Job, state: Packed | None, message: Packed
     ) -> tuple[Packed | None, Outcome]:
         ctx = self._context(job)
-        client = self._wake(job.client_id, state, ctx)
         content = wire.unpack(message, self.messages)
         if self.device.type != "cpu":
             content = wire.map_tensors(content, lambda tensor: tensor.to(self.device))
-        newborn = wire.pack(state_tree(client)) if job.step == EVALUATE and job.keep else None
-        with seeded(self.config.seed, job.step, job.round, job.client_id):
-            if job.step == EVALUATE:
-                outcome = self._evaluate(client, content, ctx)
-            else:
-                outcome = self._step(job.step, client, content, ctx)
+        client = self._build(job.client_id, state is None, ctx)
+        draws = seeded(self.config.seed, job.step, job.round, job.client_id)
+        if job.step == EVALUATE:
+            newborn = wire.pack(state_tree(client)) if job.keep else None
+            with self._loaded(client, state, self.method.only_reads), draws:
+                return newborn, self._evaluate(client, content, ctx)
+        with self._loaded(client, state, False), draws:
+            outcome = self._step(job.step, client, content, ctx)
         for module in _modules(client):
             module.zero_grad(set_to_none=True)
-        if job.step == EVALUATE or not job.keep:
-            return newborn, outcome
-        return wire.pack(state_tree(client)), outcome
+        return wire.pack(state_tree(client)) if job.keep else None, outcome
 
     def _step(self, step: str, client: Any, message: Any, ctx: ClientContext) -> Outcome:
         for module in _modules(client):
@@ -149,6 +150,9 @@ class Worker:
     def _evaluate(self, client: Any, message: Any, ctx: ClientContext) -> Outcome:
         if self.config.eval.fresh:
             self.method.receive(client, message, ctx)
+        for module in _modules(client):
+            if module.training:
+                module.eval()
         rows = self._test_rows(ctx.client_id)
         ctx = replace(ctx, indices=rows)
         if ctx.task.kind in ("multilabel", "segment"):
@@ -212,11 +216,11 @@ class Worker:
             public=public,
         )
 
-    def _wake(self, client_id: int, state: Packed | None, ctx: ClientContext) -> Any:
-        """The client as it was left; one that was never here comes to life, the same wherever that
-        happens."""
+    def _build(self, client_id: int, newborn: bool, ctx: ClientContext) -> Any:
+        """Some client of this architecture, to be loaded. One that was never here comes to life,
+        the same wherever that happens."""
         name = self.method.architecture(client_id, self.fleet)
-        if state is None or name not in self._built:
+        if newborn or name not in self._built:
             with seeded(self.config.seed, "init_client", client=client_id):
                 client = self.method.init_client(ctx.build_model(), ctx)
             layout = self.config.train.memory_format
@@ -226,10 +230,19 @@ class Worker:
                 else:
                     module.to(self.device)
             self._built[name] = client
-        client = self._built[name]
-        if state is not None:
-            load_state(client, wire.peek(state, self.messages), self.device)
-        return client
+        return self._built[name]
+
+    def _loaded(
+        self, client: Any, state: Packed | None, only_reads: bool
+    ) -> AbstractContextManager[None]:
+        """The client as it was left, for a block."""
+        if state is None:
+            return nullcontext()
+        tree = wire.peek(state, self.messages)
+        if only_reads:
+            return lent(client, tree, self.device)
+        load_state(client, tree, self.device)
+        return nullcontext()
 
 
 def _judge(scores: Tensor, y: Tensor) -> tuple[int, Tensor]:
