@@ -139,11 +139,17 @@ def parse_comparison(flags: list[str]) -> None:
     file.assemble("compare", "README", [{"sweep.repeat": asked.pop("seeds")} | asked])
 
 
+def parse_folders(flags: list[str]) -> None:
+    assert len(flags) >= 2
+    assert not any(flag.startswith("-") for flag in flags)
+
+
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "bench": lambda flags: tyro.cli(bench.Options, args=flags),
     "report": lambda flags: tyro.cli(report_command.Options, args=flags),
     "monitoring": lambda flags: tyro.cli(monitoring_command.Options, args=flags),
     "analyze": lambda flags: tyro.cli(analyze.Options, args=flags),
+    "delta": parse_folders,
     "tune": parse_sweep,
     "compare": parse_comparison,
 }
