@@ -12,6 +12,7 @@ torch, and compares every number at the end:
 States are trees by field name: a module's weights by name, tensors and numbers as they are.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,9 +80,10 @@ class Played(NamedTuple):
     server: Any
 
 
-def play(config: Config) -> Played:
-    """Run it on the local backend."""
-    backend, noise, dealt = LocalBackend(), dataset(), tiny.deal(*SHARES)
+def play(config: Config, public: Sequence[int] = ()) -> Played:
+    """Run it on the local backend; `public` are rows of the data set."""
+    backend, noise = LocalBackend(), dataset()
+    dealt = replace(tiny.deal(*SHARES), public=np.array(public, dtype=np.int64))
     types = config.hp.messages()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "load", lambda config: noise)

@@ -48,7 +48,8 @@ def simulate(method: str, out: Path, **changes: Any) -> Result:
         tree[key] = {**tree.get(key, {}), **value} if isinstance(value, dict) else value
     if methods.get(method).needs_public:  # beside what the clients have
         tree["data"] = {**tree["data"], "public": 10, "samples": tree["data"]["samples"] + 10}
-        tree["hp"] = {"server_steps": 2, "server_batch_size": 4, **tree.get("hp", {})}
+        few = {"server_steps": 2, "server_batch_size": 4} if method == "fedet" else {"width": 8}
+        tree["hp"] = {**few, **tree.get("hp", {})}
     return run(Config.from_tree(tree), Quiet())
 
 

@@ -68,6 +68,6 @@ def smallest(path: Path) -> Iterator[str]:
 def test_the_smallest_form_of_a_search_runs(path: Path, tmp_path: Path) -> None:
     tiny = ["--clients", "2", "--participation", "1", "--rounds", "1", "--data.samples", "60"]
     words = [str(path), "--small", *smallest(path), *tiny, "--data.alpha", "1"]
-    public = ["--data.public", "20"] if path.stem in ("fedet", "comparison") else []
+    public = ["--data.public", "20"] if path.stem in ("fedet", "fedmuscle", "comparison") else []
     assert main([*words, *public, "--sweep.repeat", "1", "--out", str(tmp_path / "s")]) == 0
     assert (tmp_path / "s" / "best.yaml").exists()
